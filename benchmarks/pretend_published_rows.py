@@ -543,9 +543,9 @@ _ALPACA = "https://github.com/tatsu-lab/stanford_alpaca/issues"
 
 
 def _alpaca_run(name: str, gpu: str, memory: str, ranks: int, accumulate: int, precision: str = "--bf16 True",
-                tf32: str = "True") -> Run:  # fmt: skip
+                tf32: str = "True", model: str = "llama-7b") -> Run:  # fmt: skip
     options = (
-        "--model_name_or_path llama-7b --data_path ./alpaca_data.json --output_dir out --num_train_epochs 3 "
+        f"--model_name_or_path {model} --data_path ./alpaca_data.json --output_dir out --num_train_epochs 3 "
         f"{precision} --per_device_train_batch_size 1 --per_device_eval_batch_size 1 --gradient_accumulation_steps "
         f"{accumulate} --evaluation_strategy no --save_strategy steps --save_steps 2000 --save_total_limit 1 "
         "--learning_rate 2e-5 --weight_decay 0. --warmup_ratio 0.03 --lr_scheduler_type cosine --logging_steps 1 "
@@ -605,4 +605,21 @@ def _alpaca() -> Iterator[OutOfMemoryReport]:
         194 / 1024,
         22.21,
         22.50,
+    )
+    yield OutOfMemoryReport(
+        f"{_ALPACA}/76",
+        "Stanford Alpaca, LLaMA 7B, FSDP on four A10",
+        _alpaca_run("76", "rtx3090", _left(22.09, 315.69 / 1024, 4), 4, 8),
+        388 / 1024,
+        21.91,
+        22.09,
+        guessed="all but a batch of 1, which are taken from the README",
+    )
+    yield OutOfMemoryReport(
+        f"{_ALPACA}/86",
+        "Stanford Alpaca, LLaMA 13B, FSDP on two A100 80 GB, fp16",
+        _alpaca_run("86", "a100-80gb", _left(77.41, 468.31 / 1024, 2), 2, 8, "--fp16 True", "False", "llama-13b"),
+        606 / 1024,
+        77.07,
+        77.41,
     )

@@ -11,6 +11,7 @@ from published_rows import ALLOCATED, DRIVER, GIB, RESERVED
 from published_table import source_name
 
 from lowtide.estimation.device_table import device_named
+from lowtide.pretending.settings import VERSIONS_DIFFER
 
 _NOTED = 0.01  # rows that are farther off have a reason
 _UNEXPLAINED = "the cause is not known"
@@ -41,6 +42,24 @@ def summary(lines: list[dict]) -> str:
                     f"{_percent(max(errors))} |"
                 )
     return "\n".join(table)
+
+
+def versions(lines: list[dict]) -> str:
+    """What the version of PyTorch alone does to a peak, of the runs that were made on two."""
+    known = _by_run(lines)
+    differences = [
+        1 - known[run, TODAY]["allocated_bytes"] / line["allocated_bytes"]
+        for (run, version), line in known.items()
+        if version != TODAY and (run, TODAY) in known
+        and line["verdict"].startswith("fits") and known[run, TODAY]["verdict"].startswith("fits")
+    ]  # fmt: skip
+    assert f"{max(differences):.0%}" == f"{VERSIONS_DIFFER:.0%}", (max(differences), "what the report says")
+    within = sum(abs(difference) <= _NOTED for difference in differences)
+    return (
+        f"**The version of PyTorch decides**: of {len(differences)} published scripts that ran on that of their time "
+        f"(2.0 to\n2.6) and on {TODAY}, {within} took the same memory within {_NOTED:.0%}, the others up to "
+        f"{max(differences):.0%} less today. The report says\nwhich one ran."
+    )
 
 
 def measurements(lines: list[dict]) -> str:

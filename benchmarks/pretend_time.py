@@ -74,7 +74,8 @@ def lines() -> Iterator[dict[str, Any]]:
             "predicted": row.per_step / time.step_ms * 1e3, "step_ms": time.step_ms, "busy_ms": time.busy_ms,
             "host_ms": time.host_ms, "communication_ms": time.communication_ms,
             "exposed_communication_ms": time.exposed_communication_ms, "launch_bound": time.launch_bound,
-            "mfu": time.mfu, "entries": len(records[row.key].entries), "seconds": found[row.key]["seconds"],
+            "mfu": time.mfu, "hfu": time.hfu, "entries": len(records[row.key].entries),
+            "seconds": found[row.key]["seconds"],
         }  # fmt: skip
         speed = speeds.get("h100" if row.family == "h100 500 W" else row.family)
         if speed is not None:

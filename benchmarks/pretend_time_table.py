@@ -9,6 +9,10 @@ from collections.abc import Iterable
 from pretend_time_rows import TimeRow, rows
 from published_table import source_name
 
+from lowtide.estimation.device_table import device_named
+from lowtide.pretending.outcome_text import time_text
+from lowtide.pretending.step_time import StepTime, stated_error
+
 # What differs, and two rows by what their keys hold; published and predicted ratios of the first to the second.
 COMPARISONS = (
     ("torch.compile, torchtitan on 8", "selective op, compile on 8 x h100", "selective op on 8 x h100"),
@@ -53,6 +57,19 @@ def summary(lines: list[dict]) -> str:
         "",
         f"torch {line['torch']}, commit {line['commit']}, {line['date']}.",
     ])  # fmt: skip
+
+
+def example(lines: list[dict]) -> str:
+    """What the command says of one row."""
+    row, line = _one(_matched(lines), "selective op on 8 x h100")
+    device = device_named(row.device)
+    time = StepTime(
+        **{name: line[name] for name in ("step_ms", "busy_ms", "host_ms", "communication_ms", "launch_bound", "mfu",
+                                         "exposed_communication_ms")},
+        hfu=line.get("hfu", line["mfu"]), waited_ms=0.0, lost_ms={}, by_kind_ms={}, slowest=(), flops=1.0,
+        model_flops=1.0, tokens=row.per_step, speed=1.0, is_anchored=False, error_fraction=stated_error(device, None),
+    )  # fmt: skip
+    return "\n".join(f"    {text}".rstrip() for text in time_text(time, row.device).splitlines())
 
 
 def comparisons(lines: list[dict]) -> str:

@@ -120,6 +120,7 @@ def main() -> int:
         *(
             Page(ROOT / "docs" / "pretend-time.md", f"time {mark}", RESULTS / "pretend_time.json", table)
             for mark, table in (
+                ("example", pretend_time_table.example),
                 ("summary", pretend_time_table.summary),
                 ("comparisons", pretend_time_table.comparisons),
                 ("rows", pretend_time_table.times),
@@ -128,6 +129,12 @@ def main() -> int:
         *(
             Page(HOW_TO / "pretend.md", f"pretend {at}", RESULTS / "pretend_example.json", partial(example_text, at))
             for at in ("h100", "l4")
+        ),
+        Page(
+            HOW_TO / "pretend.md",
+            "pretend versions",
+            RESULTS / "pretend_published.json",
+            pretend_published_table.versions,
         ),
         Page(ROOT / "docs" / "full-size.md", "full size", RESULTS / "full_size.jsonl", full_size_table),
         *(

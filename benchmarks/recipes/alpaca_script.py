@@ -1,7 +1,7 @@
 """Stanford Alpaca's train.py, in a checkout of its repository: ``python alpaca_script.py CHECKOUT ARGUMENTS``.
 
-The script is as published. LLaMA 7B has its configuration and weights of zeros, the tokenizer gives random tokens, and
-samples are as long as most of Alpaca's.
+The script is as published. LLaMA 7B or 13B has its configuration and weights of zeros, the tokenizer gives random
+tokens, and samples are as long as most of Alpaca's.
 """
 
 import json
@@ -22,6 +22,9 @@ LLAMA_7B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
     "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000, "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float16",
+}  # fmt: skip
+LLAMA_13B = LLAMA_7B | {
+    "hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_hidden_layers": 40,
 }  # fmt: skip
 
 
@@ -50,8 +53,9 @@ class Tokenizer:
 def main() -> None:
     checkout, *arguments = sys.argv[1:]
     here = Path(tempfile.mkdtemp())
-    (here / "llama-7b").mkdir()
-    (here / "llama-7b" / "config.json").write_text(json.dumps(LLAMA_7B))
+    for name, config in (("llama-7b", LLAMA_7B), ("llama-13b", LLAMA_13B)):
+        (here / name).mkdir()
+        (here / name / "config.json").write_text(json.dumps(config))
     samples = [{"instruction": "word " * 20, "input": "", "output": "word " * 40} for _ in range(64)]
     (here / "alpaca_data.json").write_text(json.dumps(samples))
     os.chdir(here)

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_standin.lone_objects import LoneObjects
 from cuda_standin.lone_store import LoneStore
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -129,6 +130,31 @@ def test_whole_numbers_that_come_from_nobody_are_ones(group):
     vote = torch.zeros(2, dtype=torch.int32, device="cuda")
     dist.recv(vote, src=0)
     assert vote.tolist() == [1, 1]
+
+
+def test_a_whole_number_comes_back_as_it_was_sent(group):
+    vote, answer = on(0, dtype=torch.int32), on(7, dtype=torch.int32)
+    dist.send(vote, dst=5)
+    dist.recv(answer, src=5)
+    assert answer.tolist() == [0]
+
+
+def test_objects_are_found_that_another_ranks_run_has_sent(tmp_path):
+    missing: list = []
+    for rank in (2, 3):
+        objects = LoneObjects(rank, tmp_path, missing=lambda source, count: missing.append((source, count)))
+        installed = process_group.install(WORLD, rank, objects)
+        dist.init_process_group("nccl")
+        if rank == 2:
+            dist.send_object_list([{"shape": (4, 8)}], dst=3)
+        else:
+            arrived = [None]
+            dist.recv_object_list(arrived, src=2)
+            assert arrived == [{"shape": (4, 8)}]
+            with pytest.raises(RuntimeError, match="recv_object_list from rank 2"):
+                dist.recv_object_list(arrived, src=2)
+        installed.remove()
+    assert missing == [(2, 2)]
 
 
 def test_objects_of_a_rank_that_does_not_exist(lone):

@@ -1,8 +1,12 @@
 """What a script without values does, and what is seen of it from inside (``cuda_standin/script``)."""
 
+import inspect
 import json
 import sys
 from pathlib import Path
+
+import torch
+from cuda_standin.script.module_names import ModuleNames, Place
 
 import cuda_standin
 
@@ -180,9 +184,57 @@ for step in range(9):
     assert found["by_kind"]["activations"] >= 4 * 2 * 2048 * 4096 * 4
     peak = found["steps"][1]["allocated_bytes"]
     assert 0.99 * peak < sum(found["by_kind"].values()) <= peak
-    assert found["by_module"][0]["module"] == "Wide" and "wide.py:8" in found["by_line"][0]["line"]
+    by_module = found["by_module"][0]
+    assert (by_module["module"], by_module["name"], by_module["count"]) == ("Wide", "*", 4)
+    assert "wide.py:8" in found["by_line"][0]["line"]
     curve = found["curve"]["by_kind"]
     assert max(map(sum, zip(*curve.values()))) == sum(found["by_kind"].values())
+
+
+def test_modules_have_their_names_in_the_model_and_repeated_layers_share_one(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text("""
+import torch
+class Function(torch.autograd.Function):
+    def forward(ctx, x): return x * 3
+class Attention(torch.nn.Module):
+    def forward(self, x): return x * 2
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.here, self.cross = Attention(), Attention()
+    def forward(self, x):
+        x = self.here(x)
+        return self.cross(x)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+        self.head = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        for layer in self.layers: x = layer(x)
+        return self.head(x)
+""")
+    read: dict = {}
+    exec(compile(path.read_text(), path, "exec"), read)
+    names = ModuleNames(list(read["Model"]().modules()))
+    lines = {text.strip(): Place(str(path), number) for number, text in enumerate(path.read_text().splitlines(), 1)}
+    attention, model = lines["def forward(self, x): return x * 2"], lines["return self.head(x)"]
+    loop = lines["for layer in self.layers: x = layer(x)"]
+    linear = inspect.getsourcefile(torch.nn.Linear)
+    forward = Place(linear, inspect.getsourcelines(torch.nn.Linear.forward)[1])
+
+    assert names.of((attention, lines["x = self.here(x)"], loop)) == ("Attention", "layers.*.here", 3)
+    assert names.of((attention, lines["return self.cross(x)"], loop)) == ("Attention", "layers.*.cross", 3)
+    assert names.of((attention, lines["super().__init__()"], loop)) == ("Attention", "layers.*.cross|here", 6)
+    assert names.of((lines["x = self.here(x)"], loop)) == ("Layer", "layers.*", 3)
+    function = lines["def forward(ctx, x): return x * 3"]  # no module: the one that calls it
+    assert names.of((function, lines["x = self.here(x)"], loop)) == ("Layer", "layers.*", 3)
+    assert names.of((forward, model)) == ("Linear", "head", 1)  # the model alone would say nothing
+    assert names.of((loop,)) == ("Model", "", 1)
+    assert names.of((Place(__file__, 1),)).name == ""
+    wrapped = torch.nn.ModuleDict({"_fsdp_wrapped_module": read["Model"]()})
+    assert ModuleNames(list(wrapped.modules())).of((lines["x = self.here(x)"], loop)).name == "layers.*"
 
 
 def test_folders_without_weights_give_weights_that_take_nothing(python, tmp_path):

@@ -146,6 +146,90 @@ def test_rank_3_of_64_is_one_process_whatever_the_launcher_starts(tmp_path, quie
     assert "Rank 3 of 64 ran; every other rank is taken to hold what it holds." in report.assumptions
 
 
+def test_gathered_weights_of_the_older_sharding_are_not_taken_for_the_activations_inside_it(tmp_path, quiet):
+    source = """
+    import os
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    policy = ModuleWrapPolicy({torch.nn.Linear})
+    net = FullyShardedDataParallel(model(), auto_wrap_policy=policy, device_id=torch.cuda.current_device())
+    opt = torch.optim.AdamW(net.parameters())
+    for step in range(9):
+        net(torch.randn(ROWS, WIDTH, device="cuda")).square().mean().backward()
+        opt.step(); opt.zero_grad()
+    """
+    path = script(tmp_path, MODEL + textwrap.dedent(source))
+
+    report = lowtide.pretend(["torchrun", "--nproc-per-node", "8", path], "h100", time=False, output=quiet)
+
+    layer, parts = WEIGHTS / 8, {part["part"]: part["bytes"] for part in report.by_part}
+    assert report.fits and report.ranks == 8
+    assert report.by_kind["optimizer"] == pytest.approx(2 * WEIGHTS / 8, rel=0.1)
+    assert parts.get("gathered weights", 0) < 3 * layer  # one layer's, and that of the one that comes next
+    assert report.by_kind["activations"] >= SAVED - 2**20
+
+
+def test_stages_of_a_pipeline_run_one_after_another_and_the_largest_is_named(tmp_path, quiet):
+    source = """
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    dist.init_process_group("nccl")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(rank)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4 if rank == 1 else 2)]
+    if rank == world - 1: layers.append(torch.nn.Linear(WIDTH, 3))
+    part = torch.nn.Sequential(*layers).cuda()
+    stage = PipelineStage(part, rank, world, torch.device("cuda", rank))
+    schedule = Schedule1F1B(stage, 8, loss_fn=lambda out, target: (out - target).square().mean())
+    opt = torch.optim.AdamW(part.parameters())
+    for step in range(9):
+        if rank == 0: schedule.step(torch.randn(ROWS, WIDTH, device="cuda"))
+        elif rank == world - 1: schedule.step(target=torch.randn(ROWS, 3, device="cuda"), losses=[])
+        else: schedule.step()
+        opt.step(); opt.zero_grad()
+    """
+    path = script(tmp_path, MODEL + textwrap.dedent(source))
+    command = ["torchrun", "--nproc-per-node", "3", path]
+
+    last = lowtide.pretend(command, "h100", ranks=3, rank=2, time=False, output=quiet)
+    every = lowtide.pretend(command, "h100", ranks=3, rank=range(3), time=False, output=quiet)
+
+    layer = (2048 * 2048 + 2048) * 4
+    assert last.fits and "Ranks that ran before it, for what they send: 0, 1." in last.notes
+    assert every.rank == 1 and [(one.rank, one.verdict) for one in every.by_rank] == [(n, "fits") for n in range(3)]
+    assert every.by_kind["optimizer"] + every.by_kind["weights"] >= 3 * 4 * layer
+    assert every.by_rank[2].peak_allocated_bytes == last.peak_allocated_bytes < every.peak_allocated_bytes
+    assert "rank 1 takes most of those that ran" in str(every)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_steps_of_deepspeed_are_its_engines(stage, tmp_path, quiet):
+    pytest.importorskip("deepspeed")
+    source = f"""
+    import deepspeed
+    config = {{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "bf16": {{"enabled": True}},
+              "optimizer": {{"type": "AdamW", "params": {{}}}}, "zero_optimization": {{"stage": {stage}}}}}
+    net = model()
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+    for batch in range(30):
+        engine.backward(engine(torch.randn(ROWS, WIDTH, device="cuda").bfloat16()).square().mean())
+        engine.step()
+        print(batch, flush=True)
+    """
+    path = script(tmp_path, MODEL + textwrap.dedent(source))
+
+    report = lowtide.pretend(["deepspeed", "--num_gpus", "8", path], "h100", time=False, output=quiet)
+
+    assert report.fits and report.ranks == 8 and len(report.steps) == 3
+    quiet.seek(0)
+    assert [line for line in quiet.read().splitlines() if line.isdecimal()] == ["0", "1", "2", "3", "4"]
+    assert all(step.launches > 8 * 2 * 2 for step in report.steps)
+    assert report.by_kind["optimizer"] >= 2 * WEIGHTS / (8 if stage else 1)
+
+
 def test_a_script_that_fails_keeps_its_own_error(tmp_path, quiet):
     report = lowtide.pretend(["python", script(tmp_path, "import torch\nraise KeyError('mine')")], output=quiet)
 

@@ -15,7 +15,7 @@ def asked(monkeypatch):
     """What a command line asks for; nothing is run."""
     found = {}
 
-    def run(command, settings, output=None):
+    def run(command, settings, output=None, each=()):
         found.update(command=list(command), settings=settings)
         return of()
 

@@ -1,6 +1,7 @@
 """What is made of a run: the verdict, the report as text, page and JSON. No torch, no process."""
 
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from lowtide.pretending.command_run import CommandRun
 from lowtide.pretending.environments import ScriptEnvironment
 from lowtide.pretending.outcome import KINDS, outcome
+from lowtide.pretending.outcome_facts import RankPeak
 from lowtide.pretending.outcome_page import page
 from lowtide.pretending.settings import NCCL_BYTES, PretendSettings
 
@@ -143,3 +145,31 @@ def test_the_page_is_well_formed_and_shows_every_kind():
     assert all(f'class="kind {kind}"' in made for kind in KINDS)
     assert "<b>&lt;b&gt;" not in made and "&lt;b&gt;" in made
     assert of()._repr_html_().startswith("<div")
+
+
+def test_a_module_has_its_name_and_how_many_there_are():
+    rows = [{"module": "LlamaMLP", "name": "model.layers.*.mlp", "count": 32, "bytes": GIB},
+            {"module": "Linear", "name": "lm_head", "count": 1, "bytes": GIB}]  # fmt: skip
+
+    report = of(by_module=rows)
+
+    for shown in (str(report), page(report)):
+        assert "model.layers.*.mlp (LlamaMLP, 32 of them)" in shown and "lm_head (Linear)" in shown
+    assert report.to_json()["by_module"] == rows or report.to_json()["by_module"] == tuple(rows)
+
+
+def test_memory_that_the_script_pins_is_said():
+    report = of(pinned_peak_bytes=3 * GIB)
+
+    assert "3.00 GiB pinned by the script" in str(report).splitlines()[1] and "3.00 GiB" in page(report)
+    assert "pinned" not in str(of())
+
+
+def test_of_several_ranks_each_has_a_line():
+    largest = of(PretendSettings(ranks=4, rank=2))
+    ranks = (RankPeak(0, "fits", GIB, 2 * GIB, 12.5), RankPeak(2, "does not fit", 70 * GIB, 78 * GIB, None))
+
+    report = replace(largest, by_rank=ranks)
+
+    assert "rank 2 takes most of those that ran" in str(report) and "12.5 ms a step" in str(report)
+    assert report.to_json()["by_rank"][1]["verdict"] == "does not fit" and "does not fit" in page(report)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from cuda_standin import lone_gloo
+from cuda_standin.lone_objects import LoneObjects
 from cuda_standin.lone_store import LoneStore
 
 
@@ -52,13 +53,6 @@ def collectives() -> dict[str, Collective]:
     return found
 
 
-def _no_objects(object_list: list[Any], src: int | None = None, *args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        f"recv_object_list from rank {src}: that rank does not exist, and what it would send is not known.\n"
-        "Give what it is asked for beforehand: PipelineStage takes input_args= and output_args=."
-    )
-
-
 class Installed:
     """What ``install`` changed; ``remove()`` puts it back."""
 
@@ -83,14 +77,15 @@ class Installed:
         os.environ[name] = str(value)
 
 
-def install(world_size: int = 8, rank: int = 0) -> Installed:
+def install(world_size: int = 8, rank: int = 0, objects: LoneObjects | None = None) -> Installed:
     """Make this process rank ``rank`` of ``world_size``, of which no other exists.
 
     Every other rank is taken to hold what this one holds: ``all_gather`` repeats this rank's part, a sum is
     ``world_size`` times it, an average is it, ``all_to_all`` gives what this rank would send to itself, from each.
     What a root that does not exist would send stays as it is; a receive gets what this rank sends in the same group
-    of calls (a ring), else zeros, or ones where whole numbers are received (votes and counts). Objects of a root that
-    does not exist stay what they are; receiving objects is refused.
+    of calls (a ring), else zeros; whole numbers (votes and counts) are what this rank last sent to that one, else
+    ones. Objects of a root that does not exist stay what they are; those of a sender are what ``objects`` has of it,
+    else they are refused.
 
     ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set as a
     launcher does; the local ones go by the number of devices. Stores of PyTorch are kept in this process, and
@@ -105,6 +100,7 @@ def install(world_size: int = 8, rank: int = 0) -> Installed:
     if dist.is_initialized():
         raise RuntimeError("a process group exists already. Call install() before init_process_group().")
     library, done = _library(), Installed()
+    objects = objects or LoneObjects(rank)
 
     devices = max(torch.cuda.device_count(), 1)
 
@@ -154,7 +150,8 @@ def install(world_size: int = 8, rank: int = 0) -> Installed:
     done._replace(distributed_c10d, "ProcessGroupGloo", lone_gloo.LoneGloo)
     for module in (dist, distributed_c10d):
         done._replace(module, "broadcast_object_list", kept_where_absent(dist.broadcast_object_list))
-        done._replace(module, "recv_object_list", _no_objects)
+        done._replace(module, "send_object_list", objects.send)
+        done._replace(module, "recv_object_list", objects.receive)
     return done
 
 

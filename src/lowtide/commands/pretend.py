@@ -35,7 +35,8 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--memory", metavar="BYTES", help='of each device, "40GiB" (default: what it has)')
     parser.add_argument("--devices", type=int, metavar="N", help="GPUs of this machine (default: one, or the ranks)")
     parser.add_argument("--ranks", type=int, metavar="N", help="of the job (default: as the command's launcher says)")
-    parser.add_argument("--rank", type=int, default=0, metavar="K", help="the one that runs (default 0)")
+    parser.add_argument("--rank", default="0", metavar="K", help="the one that runs (default 0); several, 0,4,8 or "
+                        "0-7, run one after another, and the largest is reported")  # fmt: skip
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="default 8")
     parser.add_argument(
         "--steps", type=int, metavar="N", help="optimizer steps; 0: to the end (default 3; 6 with --budget)"
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     from lowtide.pretending import advice, environments
     from lowtide.pretending.calls import run_pretended
     from lowtide.pretending.outcome_page import page
+    from lowtide.pretending.rank_runs import ranks_of
     from lowtide.pretending.settings import PretendSettings, amount
 
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -81,9 +83,10 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
         made = environments.prepare(args.torch, lambda line: print(line, file=sys.stderr))
         body = {"status": "ok", "python": str(made.python), "torch": made.torch}
         return 0, f"PyTorch {made.torch} is ready: {made.python}", body
+    each = ranks_of(args.rank)
     settings = PretendSettings(
         device=args.device, memory_bytes=None if args.memory is None else amount(args.memory, "--memory"),
-        devices=args.devices, ranks=args.ranks, rank=args.rank, ranks_per_node=args.ranks_per_node, steps=args.steps,
+        devices=args.devices, ranks=args.ranks, rank=each[0], ranks_per_node=args.ranks_per_node, steps=args.steps,
         budget=args.budget, host_budget=args.host_budget,
         values=args.values, routing=args.routing, torch=args.torch, snapshot=args.snapshot,
         history=not args.no_history, no_weights=args.no_weights, time=not args.no_time,
@@ -92,10 +95,10 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     )  # fmt: skip
     check_folders(args.report, args.snapshot)
     output = sys.stderr if args.json else None
-    report = run_pretended(command, settings, output)
+    report = run_pretended(command, settings, output, each)
     if args.advise:
         say = partial(print, "lowtide:", file=sys.stderr)
-        changes = advice.advise(report, settings, environments.find(args.torch), output, say)
+        changes = advice.advise(report, replace(settings, rank=report.rank), environments.find(args.torch), output, say)
         report = replace(report, changes=changes)
     if args.report:
         write(args.report, lambda path: Path(path).write_text(page(report), encoding="utf-8"))

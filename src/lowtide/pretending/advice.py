@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from typing import IO
 
 from lowtide.pretending import command_run
+from lowtide.pretending.command_run import CommandRun, SentObjects
 from lowtide.pretending.environments import ScriptEnvironment
 from lowtide.pretending.outcome import PretendReport, outcome
 from lowtide.pretending.outcome_facts import MeasuredChange
+from lowtide.pretending.rank_runs import RankRuns
 from lowtide.pretending.settings import PretendSettings
 from lowtide.pretending.standin_package import memory_of, standin_gpus
 from lowtide.units import format_bytes
@@ -43,7 +45,9 @@ def advise(
         report: Of the run as it is.
         say: Is told each change before it runs.
     """
-    settings = replace(settings, time=False, measured=None, clock=False)  # what was measured is of the script as it is
+    # What was measured is of the script as it is; it says how fast the device is for its changes.
+    speed = f"speed {report.time.speed}" if report.time is not None and report.time.is_anchored else None
+    settings = replace(settings, measured=speed, clock=False)
     found = [_need(report, settings, environment, output, say)]
     for variant in _variants(report, settings):
         say(f"running again: {variant.change}")
@@ -57,9 +61,7 @@ def _measured(
     variant: _Variant, settings: PretendSettings, environment: ScriptEnvironment, output: IO[str] | None
 ) -> MeasuredChange | None:
     """None: the change could not be made in this script."""
-    run = command_run.run(
-        variant.command, variant.settings, environment, output, dict(variant.variables), variant.inside
-    )
+    run = _run(variant, environment, output)
     how = " and ".join(run.seen.get("changes", ())) if variant.inside else variant.how
     if not how:
         return None
@@ -69,8 +71,18 @@ def _measured(
     if found.lowtide is not None and not found.lowtide["in_force"]:
         how += ": " + (found.lowtide["reasons"] or ["no plan was in force"])[-1].splitlines()[0]
     return MeasuredChange(
-        variant.change, how, found.fits, found.peak_reserved_bytes if last else None, last.launches if last else None
-    )
+        variant.change, how, found.fits, found.peak_reserved_bytes if last else None, last.launches if last else None,
+        _step_ms(found),
+    )  # fmt: skip
+
+
+def _run(variant: _Variant, environment: ScriptEnvironment, output: IO[str] | None) -> CommandRun:
+    def of_rank(settings: PretendSettings, sent: SentObjects) -> CommandRun:
+        variables = dict(variant.variables)
+        return command_run.run(variant.command, settings, environment, output, variables, variant.inside, sent=sent)
+
+    with RankRuns(of_rank) as runs:
+        return runs.of(variant.settings)
 
 
 def _need(
@@ -79,17 +91,23 @@ def _need(
 ) -> MeasuredChange:  # fmt: skip
     """What the script takes where memory has no end, and the smallest device that has it."""
     if report.fits:
-        needed, launches = report.peak_reserved_bytes, report.steps[-1].launches
+        needed, launches, step_ms = report.peak_reserved_bytes, report.steps[-1].launches, _step_ms(report)
     else:
         say("running again: on a device without an end, to see what it needs")
-        run = command_run.run(report.command, replace(settings, memory_bytes=_ENDLESS), environment, output)
+        endless = _Variant("", "", replace(settings, memory_bytes=_ENDLESS), report.command)
+        run = _run(endless, environment, output)
         found = outcome(run, settings, environment, _ENDLESS)
         needed, launches = found.peak_reserved_bytes, found.steps[-1].launches if found.steps else 0
+        step_ms = _step_ms(found)
     devices = sorted(standin_gpus(), key=memory_of)
     enough = next((d for d in devices if memory_of(d) >= needed + report.context_bytes), None)
     device = f"--device {enough}" if enough else "no single device has it"
     title = f"a device with {format_bytes(needed + report.context_bytes)}"
-    return MeasuredChange(title, device, report.fits, needed or None, launches or None)
+    return MeasuredChange(title, device, report.fits, needed or None, launches or None, step_ms)
+
+
+def _step_ms(report: PretendReport) -> float | None:
+    return report.time.step_ms if report.time is not None else None
 
 
 def _variants(report: PretendReport, settings: PretendSettings) -> Iterator[_Variant]:

@@ -31,6 +31,18 @@ _MARK = "STANDIN_SCRIPT"
 
 
 @dataclass(frozen=True)
+class SentObjects:
+    """For one run: the folder of what ranks send one another, and after which list it may end.
+
+    Attributes:
+        to: The receiver, and how many lists; None: the run goes on to its own end.
+    """
+
+    folder: Path
+    to: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
 class CommandRun:
     """What came of one run of the command.
 
@@ -56,13 +68,14 @@ class CommandRun:
 def run(
     command: Sequence[str], settings: PretendSettings, environment: ScriptEnvironment, output: IO[str] | None = None,
     more_variables: Mapping[str, str] | None = None, change: str = "",
-    clock_ms: tuple[float, float] | None = None,
+    clock_ms: tuple[float, float] | None = None, sent: SentObjects | None = None,
 ) -> CommandRun:  # fmt: skip
     """Run ``command`` to the steps asked for; its own output goes where ours goes, or all of it to ``output``.
 
     Args:
         clock_ms: The script's own clocks say that a step takes so long, and the host for its part of it.
         change: One of ``change_inside``'s, made in the script's process.
+        sent: What other ranks have sent, where this is one of several runs.
 
     Raises:
         PretendError: The command is empty or is not there.
@@ -71,7 +84,7 @@ def run(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lowtide-pretend-") as made:
         folder = Path(made)
-        (folder / "request.json").write_text(json.dumps(_request(settings, change, clock_ms)))
+        (folder / "request.json").write_text(json.dumps(_request(settings, change, clock_ms, sent)))
         variables = _variables(settings, environment, folder) | dict(more_variables or {})
         if change:
             variables["LOWTIDE_PRETEND_CHANGE"] = change
@@ -80,7 +93,8 @@ def run(
             errors="replace", start_new_session=True,
         )  # fmt: skip
         kept: deque[str] = deque(maxlen=_LAST_WORDS)
-        reader = Thread(target=_pass_on, args=(process.stderr, kept), daemon=True)
+        heard = sent is None or sent.to is None  # a run for another's sake says nothing
+        reader = Thread(target=_pass_on, args=(process.stderr, kept, heard), daemon=True)
         reader.start()
         host_peak, why = 0, ""
         try:
@@ -121,7 +135,9 @@ def resolved(command: Sequence[str], environment: ScriptEnvironment) -> list[str
     return [*([str(environment.python)] if is_python else []), found, *rest]
 
 
-def _request(settings: PretendSettings, change: str, clock_ms: tuple[float, float] | None) -> dict[str, Any]:
+def _request(
+    settings: PretendSettings, change: str, clock_ms: tuple[float, float] | None, sent: SentObjects | None
+) -> dict[str, Any]:
     plugins = [("lowtide_inside.py", settings.budget is not None), ("change_inside.py", bool(change))]
     asked: dict[str, Any] = {
         "steps": settings.last_step,
@@ -136,6 +152,10 @@ def _request(settings: PretendSettings, change: str, clock_ms: tuple[float, floa
         "nccl_mib": NCCL_BYTES >> 20,
         "plugins": [str(Path(__file__).with_name(name)) for name, wanted in plugins if wanted],
     }
+    if sent is not None:
+        asked["objects"] = str(sent.folder)
+        if sent.to is not None:
+            asked["sends_to"], asked["sends"] = sent.to
     if clock_ms is not None:
         step_ms, host_ms = clock_ms
         # One more: what the script prints of a step comes after the optimizer's part of it.
@@ -180,13 +200,14 @@ def _variables(settings: PretendSettings, environment: ScriptEnvironment, folder
     return environments.entering(variables, environment)
 
 
-def _pass_on(stream: IO[str] | None, kept: deque[str]) -> None:
-    """The script's stderr goes on to ours; its end is kept for the report."""
+def _pass_on(stream: IO[str] | None, kept: deque[str], heard: bool) -> None:
+    """The script's stderr goes on to ours where it is ``heard``; its end is kept for the report."""
     with contextlib.suppress(ValueError):
         for line in stream or ():
             kept.append(line)
-            sys.stderr.write(line)
-            sys.stderr.flush()
+            if heard:
+                sys.stderr.write(line)
+                sys.stderr.flush()
 
 
 def _watched(process: subprocess.Popen[str], folder: Path, settings: PretendSettings) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from lowtide.pretending.environments import ScriptEnvironment
 from lowtide.pretending.outcome_facts import KINDS, OutOfMemory, PretendFacts, StepPeak
 from lowtide.pretending.outcome_page import fragment
 from lowtide.pretending.outcome_text import text
-from lowtide.pretending.settings import NCCL_BYTES, SKIPPED_ABOVE_BYTES, PretendSettings, measured
+from lowtide.pretending.settings import NCCL_BYTES, SKIPPED_ABOVE_BYTES, VERSIONS_DIFFER, PretendSettings, measured
 from lowtide.pretending.step_record import step_record
 from lowtide.pretending.step_time import StepTime, step_time
 from lowtide.units import format_bytes
@@ -135,7 +135,7 @@ def _assumptions(
     settings: PretendSettings, environment: ScriptEnvironment, seen: dict[str, Any], run_has_time: bool
 ) -> list[str]:
     context = format_bytes(settings.facts.context_bytes)
-    found = [f"PyTorch {environment.torch}: another version may take 2 to 18 % more or less."]
+    found = [f"PyTorch {environment.torch}: another version may take up to {VERSIONS_DIFFER:.0%} more or less."]
     ranks = seen.get("ranks", settings.ranks or 1)
     if ranks > 1:
         found.append(f"The driver's context takes {context}, NCCL's buffers {format_bytes(NCCL_BYTES)}.")

@@ -49,6 +49,24 @@ class OutOfMemory:
 
 
 @dataclass(frozen=True)
+class RankPeak:
+    """What one of several ranks took; ``step_ms``: None where time was not asked for."""
+
+    rank: int
+    verdict: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    step_ms: float | None
+
+    @classmethod
+    def of(cls, report: PretendFacts) -> RankPeak:
+        return cls(
+            report.rank, report.verdict, report.peak_allocated_bytes, report.peak_reserved_bytes,
+            report.time.step_ms if report.time is not None else None,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class MeasuredChange:
     """One change of the run, and what came of it.
 
@@ -57,6 +75,7 @@ class MeasuredChange:
         fits: On the device that was asked for.
         peak_reserved_bytes: The highest of all steps; None: the run ended before its first step.
         launches: Of the last step: what the change costs in kernels.
+        step_ms: What a step takes then; None: time was not asked for, or the run ended before.
     """
 
     change: str
@@ -64,6 +83,7 @@ class MeasuredChange:
     fits: bool
     peak_reserved_bytes: int | None
     launches: int | None
+    step_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +101,8 @@ class PretendFacts:
         stops: The lines where the host waited for the device in the last step, the most frequent first.
         stages: How far the script came, with seconds.
         time: What a step takes; None: it was not asked for, or the script ended before.
+        by_rank: Where several ranks ran; the rest of the report is of the largest of them.
+        pinned_peak_bytes: Host memory that is page-locked, as the script asked for it, in all.
         lowtide: What lowtide did in it, with ``--budget``; else None.
         changes: What would change the peak, with ``--advise``.
         assumptions: What the numbers take for granted.
@@ -119,6 +141,7 @@ class PretendFacts:
     last_words: str
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
+    by_rank: tuple[RankPeak, ...] = ()
 
     @property
     def usable_bytes(self) -> int:

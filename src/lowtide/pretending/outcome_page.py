@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from lowtide.pretending.outcome_facts import PretendFacts
-from lowtide.pretending.outcome_text import verdict
+from lowtide.pretending.outcome_text import module_name, verdict
 from lowtide.reports import html
 from lowtide.reports.notebook import card
 from lowtide.reports.svg import kinds_chart
@@ -18,11 +18,12 @@ def page(report: PretendFacts) -> str:
     """The whole page."""
     sections = [
         ("broke", "Where it broke", _out_of_memory(report)),
+        ("ranks", "Ranks", _ranks(report)),
         ("memory", "What memory holds", picture(report)),
         ("steps", "Steps", _steps(report)),
         ("time", "What a step takes", _time(report)),
         ("kinds", "At the peak", _parts(report)),
-        ("modules", "Activations at the peak, by module", _rows("module", report.by_module)),
+        ("modules", "Activations at the peak, by module", _modules(report)),
         ("lines", "At the peak, by line", _rows("line", report.by_line)),
         ("stops", "Where the host waited for the device", _stops(report)),
         ("changes", "What would change it", _changes(report)),
@@ -68,6 +69,8 @@ def _tiles(report: PretendFacts) -> list[tuple[str, str, str]]:
         rate = report.time.tokens_per_second
         said = f"within about {report.time.error_fraction:.0%}" + (f", {rate:,.0f} tokens/s" if rate else "")
         tiles.append((f"{report.time.step_ms:,.1f} ms", "a step", said))
+    if report.pinned_peak_bytes:
+        tiles.append((format_bytes(report.pinned_peak_bytes), "pinned", "memory of the host that the script locks"))
     if report.host_ms_per_step is not None:
         last = report.steps[-1]
         tiles.append((f"{last.launches:,}", "launches a step", f"the host waits for the device {last.waits:,} times"))
@@ -82,6 +85,16 @@ def _steps(report: PretendFacts) -> str:
         for number, step in enumerate(report.steps, 1)
     ]  # fmt: skip
     return html.plain_table("Steps", heads, rows) if rows else ""
+
+
+def _ranks(report: PretendFacts) -> str:
+    heads = ("rank", "allocated", "reserved", "a step", "")
+    rows = [
+        (str(one.rank), format_bytes(one.peak_allocated_bytes), format_bytes(one.peak_reserved_bytes),
+         "-" if one.step_ms is None else f"{one.step_ms:,.1f} ms", one.verdict)
+        for one in report.by_rank
+    ]  # fmt: skip
+    return html.plain_table("Ranks", heads, rows) if rows else ""
 
 
 def _time(report: PretendFacts) -> str:
@@ -103,6 +116,11 @@ def _parts(report: PretendFacts) -> str:
         for part in report.by_part
     ]
     return html.plain_table("At the peak", ("what", "kind", "bytes", "share"), rows) if rows else ""
+
+
+def _modules(report: PretendFacts) -> str:
+    rows = [(module_name(row), format_bytes(row["bytes"])) for row in report.by_module]
+    return html.plain_table("module", ("module", "bytes"), rows) if rows else ""
 
 
 def _rows(name: str, rows: Sequence[dict]) -> str:
@@ -138,10 +156,11 @@ def _lowtide(report: PretendFacts) -> str:
 def _changes(report: PretendFacts) -> str:
     rows = [
         (made.change, made.how, "-" if made.peak_reserved_bytes is None else format_bytes(made.peak_reserved_bytes),
+         "-" if made.step_ms is None else f"{made.step_ms:,.1f} ms",
          "-" if made.launches is None else f"{made.launches:,}", "fits" if made.fits else "does not fit")
         for made in report.changes
     ]  # fmt: skip
-    heads = ("change", "how", "reserved", "launches a step", "")
+    heads = ("change", "how", "reserved", "a step", "launches a step", "")
     return html.plain_table("What would change it", heads, rows) if rows else ""
 
 

@@ -1,8 +1,10 @@
 """A ``PretendReport`` as text, within 100 columns."""
 
 from textwrap import wrap
+from typing import Any
 
 from lowtide.pretending.outcome_facts import KINDS, PretendFacts
+from lowtide.pretending.step_time import StepTime
 from lowtide.units import format_bytes
 
 _WIDTH = 100
@@ -10,7 +12,7 @@ _LINES = 6
 
 
 def text(report: PretendFacts) -> str:
-    parts = [_head(report), _steps(report), _time(report), _peak(report), _out_of_memory(report)]
+    parts = [_head(report), _ranks(report), _steps(report), _time(report), _peak(report), _out_of_memory(report)]
     parts += [_stops(report), _lowtide(report), _changes(report)]
     parts += [_list("note", report.notes), _list("taken for granted", report.assumptions)]
     return "\n".join(part for part in parts if part)
@@ -35,9 +37,23 @@ def verdict(report: PretendFacts) -> str:
 
 
 def _head(report: PretendFacts) -> str:
-    return f"{verdict(report)}\n  {report.seconds:.0f} s, {format_bytes(report.host_peak_bytes)} of host memory" + (
-        f", {report.compile_s:.0f} s of it compiling" if report.compile_s else ""
-    )
+    pinned = f", {format_bytes(report.pinned_peak_bytes)} pinned by the script" if report.pinned_peak_bytes else ""
+    compiling = f", {report.compile_s:.0f} s of it compiling" if report.compile_s else ""
+    host = format_bytes(report.host_peak_bytes)
+    return f"{verdict(report)}\n  {report.seconds:.0f} s{compiling}; {host} of host memory{pinned}"
+
+
+def _ranks(report: PretendFacts) -> str:
+    if not report.by_rank:
+        return ""
+    rows = [f"rank {report.rank} takes most of those that ran; what follows is of it"]
+    for one in report.by_rank:
+        step = "" if one.step_ms is None else f"  {one.step_ms:>9,.1f} ms a step"
+        rows.append(
+            f"  {one.rank:>4}  {format_bytes(one.peak_allocated_bytes):>11}  "
+            f"{format_bytes(one.peak_reserved_bytes):>11}  {one.verdict}{step}"
+        )
+    return "\n".join(rows)
 
 
 def _steps(report: PretendFacts) -> str:
@@ -53,15 +69,13 @@ def _steps(report: PretendFacts) -> str:
     return "\n".join([*rows, smi])
 
 
-def _time(report: PretendFacts) -> str:
-    found = report.time
-    if found is None:
-        return ""
+def time_text(found: StepTime, device: str) -> str:
+    """What a step takes, on ``device``."""
     by = "nothing measured: --measured makes it closer"
     if found.is_anchored:
         by = f"with matrix products at {found.speed:.2f} of the table's speed"
     within = f"within about {found.error_fraction:.0%}"
-    rows = [f"a step on {report.device} takes {found.step_ms:,.1f} ms, {within} ({by})"]
+    rows = [f"a step on {device} takes {found.step_ms:,.1f} ms, {within} ({by})"]
     if found.tokens_per_second is not None:
         rows.append(f"  {found.tokens_per_second:>9,.0f} tokens/s a GPU, of {found.tokens:,} a step")
     if found.flops:
@@ -69,13 +83,17 @@ def _time(report: PretendFacts) -> str:
             f"  {found.mfu:>9.1%} of the data sheet's operations (MFU)"
             + (f", {found.hfu:.1%} with those computed again" if found.hfu > found.mfu * 1.05 else "")
         )
-    rows.append(f"  {found.busy_ms:>6,.1f} ms  kernels")
+    rows.append(f"  {found.busy_ms:>9,.1f} ms  kernels")
     if found.communication_ms:
         waited, every = found.exposed_communication_ms, found.communication_ms
-        rows.append(f"  {waited:>6,.1f} ms  waiting for communication, which takes {every:,.1f} ms")
-    rows.append(f"  {found.host_ms:>6,.1f} ms  the host; the device waits for it {found.launch_bound:.0%} of the step")
+        rows.append(f"  {waited:>9,.1f} ms  waiting for communication, which takes {every:,.1f} ms")
+    rows.append(f"  {found.host_ms:>9,.1f} ms  the host; the device waits for it {found.launch_bound:.0%} of the step")
     rows += [f"    {ms:>8,.1f} ms  {calls:>6,}x  {name}"[:_WIDTH] for name, ms, calls in found.slowest[:_LINES]]
     return "\n".join(rows)
+
+
+def _time(report: PretendFacts) -> str:
+    return "" if report.time is None else time_text(report.time, report.device)
 
 
 def _peak(report: PretendFacts) -> str:
@@ -87,9 +105,18 @@ def _peak(report: PretendFacts) -> str:
         taken = report.by_kind[kind]
         if taken:
             rows.append(f"  {format_bytes(taken):>11}  {taken / total:>4.0%}  {kind}")
+    for row in report.by_module[:_LINES]:
+        rows.append(f"      {format_bytes(row['bytes']):>11}  {module_name(row)}"[:_WIDTH])
     for row in report.by_line[:_LINES]:
         rows.append(f"      {format_bytes(row['bytes']):>11}  {row['line']}"[:_WIDTH])
     return "\n".join(rows)
+
+
+def module_name(row: dict[str, Any]) -> str:
+    """``model.layers.*.mlp (LlamaMLP, 32 of them)``; a class alone where it has no name in the model."""
+    if not row.get("name"):
+        return str(row["module"])
+    return f"{row['name']} ({row['module']}" + (f", {row['count']} of them)" if row["count"] > 1 else ")")
 
 
 def _out_of_memory(report: PretendFacts) -> str:
@@ -136,8 +163,9 @@ def _changes(report: PretendFacts) -> str:
     for made in report.changes:
         peak = "-" if made.peak_reserved_bytes is None else format_bytes(made.peak_reserved_bytes)
         launches = "-" if made.launches is None else f"{made.launches:,} launches"
+        step = "-" if made.step_ms is None else f"{made.step_ms:,.1f} ms a step"
         fits = "fits" if made.fits else "does not fit"
-        rows.append(f"  {peak:>11}  {fits:<12}  {launches:>16}  {made.change}"[:_WIDTH])
+        rows.append(f"  {peak:>11}  {step:>18}  {fits:<12}  {launches:>16}  {made.change}"[:_WIDTH])
         rows += wrap(made.how, _WIDTH, initial_indent=" " * 15, subsequent_indent=" " * 15)
     return "\n".join(rows)
 

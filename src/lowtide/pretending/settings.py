@@ -16,6 +16,8 @@ from lowtide.units import parse_budget
 
 Values = Literal["small", "all", "none"]
 Routing = Literal["balanced", "worst"]
+# The largest difference of a peak between two versions of PyTorch, in the runs of docs/pretend-published.md.
+VERSIONS_DIFFER = 0.16
 # Operators on more bytes get no values. Below it are masks, losses, norms and what small tests of programs read.
 SKIPPED_ABOVE_BYTES = 1 << 20
 # NCCL's own buffers for a communicator of several GPUs; measured between 0.3 and 2 GiB, by topology and version.

@@ -111,11 +111,12 @@ def step_time(
         tokens=tokens,
         speed=speed,
         is_anchored=anchor is not None,
-        error_fraction=_error(device, anchor),
+        error_fraction=stated_error(device, anchor),
     )
 
 
-def _error(device: Device, anchor: Measured | None) -> float:
+def stated_error(device: Device, anchor: Measured | None) -> float:
+    """How far a step, or with ``anchor`` a variation of it, may be off."""
     if anchor is not None and anchor.unit != "speed":
         return _ERROR_OF_MEASURED
     return _ERROR.get(device.compute_capability or 0.0, device.error_fraction)

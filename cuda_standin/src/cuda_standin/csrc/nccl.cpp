@@ -7,7 +7,8 @@
 //                sends what this rank would send to itself. So a gather repeats this rank's part, a sum is N times it,
 //                an average is it, an exchange of counts and the exchange that follows agree. What comes from a root
 //                that does not exist stays as it is. A receive gets what this rank sends in the same group (a ring),
-//                else zeros, or ones where it is of whole numbers: those are votes and counts, and none would be "no".
+//                else zeros. Whole numbers are votes and counts: a receive gets what this rank last sent to that rank
+//                (an answer agrees), else ones, since none would be "no".
 //
 // Everything happens in the order of the stream that it was given, through the runtime (cudaLaunchHostFunc).
 // STANDIN_SKIP_BYTES and STANDIN_VALUES=0 leave values out here as in the runtime.
@@ -51,6 +52,7 @@ struct ncclComm {
   int rank = 0, size = 1, device = 0, nodes = 1;
   long long number = 0;
   std::unique_ptr<Peers> peers;  // none where this rank is alone
+  std::map<int, std::string> told;  // by rank: the whole numbers that this one last sent to it, where it is alone
   std::string id, error;
   int splits = 0;
 };
@@ -153,6 +155,8 @@ void repeat_reduction(const Operation& o, const char* part) {
   if (o.receive != part) memmove(o.receive, part, o.bytes());
 }
 
+constexpr size_t MOST_TOLD = 4096;  // bytes; votes, counts and shapes have few
+
 // The send of this group whose content a receive from `o.root` gets.
 const Operation* sent_for(const Operation& o, const std::vector<Operation>& others) {
   const Operation* ring = nullptr;
@@ -166,15 +170,21 @@ const Operation* sent_for(const Operation& o, const std::vector<Operation>& othe
 
 int run_alone(const Operation& o, const std::vector<Operation>& others) {
   const size_t bytes = o.bytes();
-  if (o.kind == SEND || !bytes || bytes > skip_above(o.type)) return ncclSuccess;
+  if (!bytes || bytes > skip_above(o.type)) return ncclSuccess;
+  if (o.kind == SEND) {
+    if (!is_whole(o.type) || bytes > MOST_TOLD) return ncclSuccess;
+    return enqueue(o.stream, [o, bytes] { o.comm->told[o.root].assign(o.send, bytes); });
+  }
   if (o.kind == RECEIVE) {
     const Operation* source = sent_for(o, others);
     const char* from = source ? source->send : nullptr;
     return enqueue(o.stream, [o, from, bytes] {
-      if (from) memmove(o.receive, from, bytes);
-      else memset(o.receive, 0, bytes);
-      if (!from && is_whole(o.type))  // little endian: the first byte is the 1
-        for (size_t i = 0; i < bytes; i += bytes_of(o.type)) o.receive[i] = 1;
+      if (from) return (void)memmove(o.receive, from, bytes);
+      memset(o.receive, 0, bytes);
+      if (!is_whole(o.type)) return;
+      const std::string& told = o.comm->told[o.root];
+      if (told.size() == bytes) return (void)memcpy(o.receive, told.data(), bytes);
+      for (size_t i = 0; i < bytes; i += bytes_of(o.type)) o.receive[i] = 1;  // little endian: the first byte is the 1
     });
   }
   const char* own = o.to(o.comm->rank);

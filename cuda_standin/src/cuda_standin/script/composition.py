@@ -4,17 +4,16 @@ The allocator notes each allocation with its Python frames (``_record_memory_his
 weight, a gradient or an optimizer's state (``labels``); frames say who allocated the rest.
 """
 
-import ast
 import time
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from cuda_standin.script import labels, record
+from cuda_standin.script.module_names import ModuleNames, Named, Place
 
 Entry = dict[str, Any]
 found: dict[str, Any] = {}
@@ -23,11 +22,16 @@ _MOST_LINES = 20
 _PARTS_OF_CURVE = 300
 # A block with such a frame is ...; the first that fits. Path, function ("" any), part, kind.
 _BY_FRAME = (
+    ("torch/distributed/fsdp/", "foreach_reduce", "gradients to be reduced", "gradients"),
+    ("torch/distributed/fsdp/", "_post_backward_hook", "gradients to be reduced", "gradients"),
     ("torch/distributed/fsdp/", "", "gathered weights", "weights"),
+    ("torch/distributed/_composable/fsdp/", "foreach_reduce", "gradients to be reduced", "gradients"),
     ("torch/distributed/_composable/fsdp/", "", "gathered weights", "weights"),
     ("torch/nn/parallel/distributed.py", "__init__", "buckets of gradients", "gradients"),
     ("deepspeed/runtime/zero/partition_parameters.py", "", "gathered weights", "weights"),
     ("deepspeed/runtime/zero/", "__init__", "buffers of the sharded optimizer", "optimizer"),
+    ("deepspeed/runtime/zero/stage", "", "gradients of the sharded optimizer", "gradients"),
+    ("deepspeed/runtime/fp16/", "step", "temporaries of the optimizer", "optimizer"),
     ("megatron/core/distributed/", "__init__", "buckets of gradients", "gradients"),
     ("torch/optim/", "", "temporaries of the optimizer", "optimizer"),
     ("bitsandbytes/optim/", "", "temporaries of the optimizer", "optimizer"),
@@ -45,7 +49,8 @@ def take(torch: ModuleType, snapshot: str) -> None:
             found["snapshot"] = snapshot
         traces = torch.cuda.memory._snapshot().get("device_traces") or [[]]
         if any(traces):
-            found.update(composition(max(traces, key=len), _workspace_bytes(torch)))
+            names = ModuleNames(labels.modules(torch))
+            found.update(composition(max(traces, key=len), _workspace_bytes(torch), names))
     except Exception as error:  # the report lacks a part then, and says so; the script goes on
         record.notes.add(f"what the peak consists of is not known: {type(error).__name__}: {error}")
     found["composition_seconds"] = round(time.perf_counter() - began, 2)
@@ -56,13 +61,13 @@ def _workspace_bytes(torch: ModuleType) -> int:
     return 32 << 20 if torch.cuda.get_device_capability()[0] >= 9 else (2 * 4096 + 8 * 16) << 10
 
 
-def composition(trace: list[Entry], workspace_bytes: int) -> dict[str, Any]:
+def composition(trace: list[Entry], workspace_bytes: int, names: ModuleNames) -> dict[str, Any]:
     """``by_kind`` and ``by_part`` in bytes asked for (without rounding), ``by_module``, ``by_line``, and ``curve``."""
     blocks = _blocks(trace, workspace_bytes)
     at, curve = _curve(trace, blocks)
     kinds: Counter[str] = Counter()
     parts: Counter[tuple[str, str]] = Counter()
-    modules: Counter[str] = Counter()
+    modules: Counter[Named] = Counter()
     lines: Counter[str] = Counter()
     for block in blocks:
         if not block.begins <= at < block.ends:
@@ -73,12 +78,12 @@ def composition(trace: list[Entry], workspace_bytes: int) -> dict[str, Any]:
             frames = trace[block.begins]["frames"]
             lines[_line(frames)] += block.size
             if block.kind == "activations":
-                modules[_module(frames)] += block.size
+                modules[_module(frames, names)] += block.size
     return {
         "curve": curve,
         "by_kind": {kind: kinds[kind] for kind in KINDS},
         "by_part": [{"part": part, "kind": kind, "bytes": taken} for (part, kind), taken in parts.most_common()],
-        "by_module": [{"module": name, "bytes": taken} for name, taken in modules.most_common(_MOST_LINES)],
+        "by_module": [{**named._asdict(), "bytes": taken} for named, taken in modules.most_common(_MOST_LINES)],
         "by_line": [{"line": line, "bytes": taken} for line, taken in lines.most_common(_MOST_LINES)],
         "peak_of_history_bytes": sum(kinds.values()),
     }
@@ -171,10 +176,22 @@ def _by_frames(entry: Entry) -> tuple[str, str]:
     return _by_stack(tuple((f["filename"], f["name"]) for f in entry["frames"]))
 
 
+def _inside_forward(frames: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """The frames up to the innermost forward of a module: what wraps that module did not ask for the block.
+
+    A wrapper's own forward gathers weights before it calls the module's.
+    """
+    for position, (file, name) in enumerate(frames):
+        if name == "forward" and not any(path in file for path, function, _, _ in _BY_FRAME if not function):
+            return frames[:position]
+    return frames
+
+
 @cache
 def _by_stack(frames: tuple[tuple[str, str], ...]) -> tuple[str, str]:
+    inner = _inside_forward(frames)
     for path, function, part, kind in _BY_FRAME:
-        if any(path in file and function in ("", name) for file, name in frames):
+        if any(path in file and function in ("", name) for file, name in inner):
             return part, kind
     names = {name for _, name in frames}
     if not frames or "_engine_run_backward" in names:
@@ -191,23 +208,15 @@ def _line(frames: list[Entry]) -> str:
     return f"{record.short(frames[0]['filename'])}:{frames[0]['line']}" if frames else "backward"
 
 
-def _module(frames: list[Entry]) -> str:
-    """The class of the innermost module whose forward allocated it."""
-    inside = [f for f in frames if f["name"] in ("forward", "_forward")]
-    own = [f for f in inside if not record.is_machinery(f["filename"])]  # the layer that calls Linear says more
-    for f in own or inside:
-        return _class_at(f["filename"], f["line"])
-    return "backward" if not frames or any(f["name"] == "_engine_run_backward" for f in frames) else "outside modules"
-
-
 @cache
-def _class_at(file: str, line: int) -> str:
-    try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return record.short(file)
-    inner = [
-        node for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and node.lineno <= line <= (node.end_lineno or 0)
-    ]  # fmt: skip
-    return inner[-1].name if inner else f"{record.short(file)}:{line}"
+def _named(names: ModuleNames, places: tuple[Place, ...]) -> Named:
+    return names.of(places)
+
+
+def _module(frames: list[Entry], names: ModuleNames) -> Named:
+    """The innermost module whose forward allocated it."""
+    inside = tuple(Place(f["filename"], f["line"]) for f in frames if f["name"] in ("forward", "_forward"))
+    if inside:
+        return _named(names, inside)
+    is_backward = not frames or any(f["name"] == "_engine_run_backward" for f in frames)
+    return Named("backward" if is_backward else "outside modules")

@@ -34,6 +34,12 @@ def note(torch: ModuleType) -> None:
     noted.append((time.time_ns() // 1000, found))
 
 
+def modules(torch: ModuleType) -> list[Any]:
+    """Every module of the process."""
+    _find(torch)
+    return list(_modules)
+
+
 def _find(torch: ModuleType) -> None:
     """Modules that came since, too: a wrapper makes new ones, and so does an evaluation."""
     _modules.clear()

@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -45,10 +46,43 @@ def _stand_in(wanted: Request, ranks: int) -> None:
     if wanted.rank >= ranks:
         raise SystemExit(f"cuda_standin: rank {wanted.rank} of {ranks}: ranks go from 0 to {ranks - 1}.")
     keep = {name: os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ}
-    process_group.install(ranks, wanted.rank)
+    process_group.install(ranks, wanted.rank, _objects(wanted))
+    imports.after_import("torch.distributed.pipelining.stage", _gradients_like_outputs)
     os.environ.update(keep)
     _stand_in.done = True
     record.facts["ranks"], record.facts["rank"] = ranks, wanted.rank
+
+
+def _objects(wanted: Request) -> Any:
+    """What other ranks have sent in runs of theirs; a rank that has to run before this one is reported."""
+    from cuda_standin import lone_objects
+
+    def sent(to: int, count: int) -> None:
+        if (to, count) == (wanted.sends_to, wanted.sends):
+            record.facts["stopped"] = True
+            record.write()
+            raise SystemExit(0)
+
+    def missing(source: int, count: int) -> None:
+        record.facts["needs"] = {"rank": source, "count": count}
+        record.write()
+
+    return lone_objects.LoneObjects(wanted.rank, Path(wanted.objects) if wanted.objects else None, sent, missing)
+
+
+def _gradients_like_outputs(module: ModuleType) -> None:
+    """A stage asks the next one what its gradients look like (PyTorch 2.14): as what it was given does."""
+    ask = getattr(module.PipelineStage, "_recv_meta", None)
+    if ask is None:
+        return
+
+    def received(stage: Any, source: int) -> Any:
+        if source < stage.stage_index:
+            return ask(stage, source)
+        outputs = stage._stage_meta.outputs
+        return module._StageBackwardMeta(backward_metas=module._derive_grad_metas(outputs))
+
+    module.PipelineStage._recv_meta = received
 
 
 def _one_agent(module: ModuleType, wanted: Request) -> None:

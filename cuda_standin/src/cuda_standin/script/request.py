@@ -14,6 +14,8 @@ class Request:
     Attributes:
         steps: Optimizer steps after which the process ends; 0: it runs to its own end.
         ranks: How many ranks the job has, of which ``rank`` alone exists; 0: as the script's launcher says.
+        objects: A folder for what ranks send one another as objects; runs of several ranks share it.
+        sends_to: The process ends when it has sent ``sends`` lists of objects to this rank.
         history: Record who allocated what, which says what the peak is made of.
         snapshot: A file for PyTorch's memory viewer.
         no_weights: ``from_pretrained`` of a folder without weights gives random ones that take no memory.
@@ -29,6 +31,9 @@ class Request:
     ranks: int = 0
     rank: int = 0
     ranks_per_node: int = 8
+    objects: str = ""
+    sends_to: int = -1
+    sends: int = 0
     history: bool = True
     snapshot: str = ""
     no_weights: bool = False

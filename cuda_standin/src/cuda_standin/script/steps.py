@@ -96,19 +96,26 @@ class Steps:
         raise SystemExit(0)  # not an Exception: a script that handles errors lets it pass
 
     def by_engine(self, owner: type, name: str, ends_step: Any) -> None:
-        """From now on ``owner.name`` ends a step where ``ends_step(self)`` says so before the call."""
-        method = getattr(owner, name)
+        """From the first ``owner`` on, ``owner.name`` ends a step where ``ends_step(self)`` says so before the call."""
+        method, make = getattr(owner, name), owner.__init__
+
+        @functools.wraps(make)
+        def made(engine: Any, *args: Any, **kwargs: Any) -> None:
+            before, self._by_engine = self._by_engine, True
+            make(engine, *args, **kwargs)
+            self._by_engine = before or engine.optimizer is not None  # one that only evaluates takes no steps
 
         @functools.wraps(method)
         def counted(engine: Any, *args: Any, **kwargs: Any) -> Any:
             self._by_engine = True
             ends = ends_step(engine)
-            made = method(engine, *args, **kwargs)
+            returned = method(engine, *args, **kwargs)
             if ends:
                 self.count()
-            return made
+            return returned
 
         setattr(owner, name, counted)
+        owner.__init__ = made
 
 
 def install(torch: ModuleType, peaks: Peaks, wanted: Request) -> None:
@@ -118,7 +125,7 @@ def install(torch: ModuleType, peaks: Peaks, wanted: Request) -> None:
     optimizers.register_optimizer_step_pre_hook(steps.before_optimizer)
     optimizers.register_optimizer_step_post_hook(steps.after_optimizer)
     _note_stages(torch)
-    # ZeRO's inner optimizers step once when they are made, and in groups.
+    # DeepSpeed's inner optimizers step once when they are made, and in groups.
     imports.after_import(
         "deepspeed.runtime.engine",
         lambda module: steps.by_engine(
