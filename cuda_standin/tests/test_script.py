@@ -248,5 +248,25 @@ assert peak < 2 << 30, peak
     python(source, STANDIN_SCRIPT=request(tmp_path), STANDIN_SKIP_BYTES=str(1 << 20), STANDIN_STRICT="0")
 
 
+def test_an_answer_is_as_long_as_it_may_be_where_values_are_skipped(python, tmp_path):
+    source = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=1 << 17, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                     num_attention_heads=2, bos_token_id=1, eos_token_id=0, pad_token_id=2)
+model = LlamaForCausalLM(config).cuda()
+ids = torch.full((4, 5), 7, device="cuda")
+for sampled in (False, True):
+    assert model.generate(ids, max_new_tokens=9, do_sample=sampled, top_k=0).shape == (4, 14)
+for parameter in model.parameters():
+    parameter.data.zero_()
+print(model.generate(ids, max_new_tokens=9, do_sample=False).shape[1])
+"""
+    wanted = {"STANDIN_SCRIPT": request(tmp_path), "STANDIN_STRICT": "0"}
+
+    assert python(source, **wanted, STANDIN_SKIP_BYTES=str(1 << 18)) == "14"
+    assert python(source, **wanted) == "6"  # with values, the first of equal tokens ends it
+
+
 def test_the_python_that_runs_these_tests_is_the_stand_ins(python):
     assert python("import sys; print(sys.prefix)") == sys.prefix
