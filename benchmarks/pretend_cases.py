@@ -289,7 +289,7 @@ CASES = (
          "--fp16 --lr 6.0e-5 --min-lr 6.0e-6 --lr-decay-style cosine --lr-decay-iters 430000 --clip-grad 1.0 "
          "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --mock-data --tokenizer-type NullTokenizer "
          "--vocab-size 50256 --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
-         "--no-masked-softmax-fusion --eval-iters 0 --log-interval 1", "h100", options="--ranks 1024",
+         "--no-masked-softmax-fusion --eval-interval 1000 --eval-iters 10 --log-interval 1", "h100", options="--ranks 1024",
          needs=("pybind11", "six")),
     # -- not run
     Case("run_clm.py, run_glue.py", "transformers", "language models by transformers' Trainer",

@@ -204,6 +204,25 @@ assert peak < 2 << 30, peak
     assert not list((tmp_path / "model").glob("*.safetensors"))
 
 
+def test_only_what_the_configuration_ties_is_left_out_of_a_file_of_zeros(python, tmp_path):
+    source = f"""
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM
+from transformers import BertConfig, LlamaConfig, T5Config
+small = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+for config, kind in (
+    (LlamaConfig(**small), AutoModelForCausalLM),
+    (LlamaConfig(tie_word_embeddings=True, **small), AutoModelForCausalLM),
+    (BertConfig(**small), AutoModelForMaskedLM),
+    (T5Config(d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2), AutoModelForSeq2SeqLM),
+):
+    config.save_pretrained({str(tmp_path / "model")!r})
+    model, found = kind.from_pretrained({str(tmp_path / "model")!r}, output_loading_info=True)
+    assert not found["missing_keys"], found
+    assert not any(parameter.count_nonzero() for parameter in model.parameters())
+"""
+    python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True))
+
+
 def test_parts_of_a_diffusion_pipeline_without_weights_give_zeros(python, tmp_path):
     source = f"""
 import json, pathlib, torch

@@ -71,9 +71,18 @@ def _transformers(model_class: Any, folder: Path) -> Path:
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"):
         model = model_class._from_config(config) if hasattr(model_class, "_from_config") else model_class(config)
-    shared = set(getattr(model, "_tied_weights_keys", None) or ())
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in shared}
-    return folder_with_hole(state, dtype, folder, "model.safetensors")
+    return folder_with_hole(_each_once(model), dtype, folder, "model.safetensors")
+
+
+def _each_once(model: Any) -> dict[str, Any]:
+    """The model's state, a tied tensor under its first name only: whether two are tied is the configuration's say."""
+    known: set[int] = set()
+    state = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in known:
+            state[name] = tensor
+        known.add(id(tensor))
+    return state
 
 
 def folder_with_hole(state: dict[str, Any], dtype: Any, folder: Path, name: str) -> Path:
