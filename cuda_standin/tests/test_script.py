@@ -223,6 +223,25 @@ for config, kind in (
     python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True))
 
 
+def test_zero_3_gets_its_share_of_weights_of_zeros(python, tmp_path):
+    source = f"""
+import torch
+from cuda_standin import process_group
+process_group.install(world_size=4, rank=0)
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.integrations import HfDeepSpeedConfig
+import deepspeed
+deepspeed.init_distributed()
+config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+config.save_pretrained({str(tmp_path / "model")!r})
+kept = HfDeepSpeedConfig(dict(train_micro_batch_size_per_gpu=1, zero_optimization=dict(stage=3)))
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r})
+assert model.lm_head.weight.ds_tensor.numel() == 64 * 64 // 4
+"""
+    variables = {"STANDIN_SKIP_BYTES": str(1 << 20), "STANDIN_STRICT": "0", "STANDIN_DEVICES": "4"}
+    python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True), **variables)
+
+
 def test_parts_of_a_diffusion_pipeline_without_weights_give_zeros(python, tmp_path):
     source = f"""
 import json, pathlib, torch

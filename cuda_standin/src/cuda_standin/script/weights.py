@@ -70,7 +70,7 @@ def _transformers(model_class: Any, folder: Path) -> Path:
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"):
-        model = model_class._from_config(config) if hasattr(model_class, "_from_config") else model_class(config)
+        model = model_class(config)  # not `_from_config`: under ZeRO-3 it shares out what it makes
     return folder_with_hole(_each_once(model), dtype, folder, "model.safetensors")
 
 
