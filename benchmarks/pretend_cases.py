@@ -176,7 +176,7 @@ CASES = (
          inputs=(make.stable_diffusion("sd15"), make.images("images", 64, 512, flat=True, captions=True)),
          needs=_vision),
     Case("train_text_to_image_lora.py", "diffusers", "the same with LoRA of rank 4",
-         "accelerate launch --mixed_precision fp16 train_text_to_image_lora.py --pretrained_model_name_or_path sd15 "
+         "accelerate launch train_text_to_image_lora.py --mixed_precision fp16 --pretrained_model_name_or_path sd15 "
          "--train_data_dir images --resolution 512 --center_crop --random_flip --train_batch_size 1 "
          "--gradient_accumulation_steps 4 --max_train_steps 15000 --rank 4 --output_dir out",
          "rtx4090", options="--no-weights", folder="examples/text_to_image",
@@ -281,16 +281,18 @@ CASES = (
              '{"stage": 3, "overlap_comm": false, "reduce_bucket_size": 4e8, "sub_group_size": 4e8, '
              '"offload_optimizer": '
              '{"device": "cpu", "pin_memory": true}}, "wall_clock_breakdown": true}'))),
-    Case("pretrain_gpt.py", "Megatron-LM", "GPT-3 175B, its script for 1024 GPUs: TP 8, PP 16, fp16; first stage",
+    Case("pretrain_gpt.py", "Megatron-LM", "GPT-3 175B as in its train_gpt3_175b_distributed.sh: 1536 sequences, TP 8, "
+         "PP 16, fp16; the first stage, without Transformer Engine",
          "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node 8 --nnodes 128 --node_rank 0 --master_addr 127.0.0.1 "
          "--master_port 6000 pretrain_gpt.py --num-layers 96 --hidden-size 12288 --num-attention-heads 96 "
-         "--seq-length 2048 "
-         "--max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 256 --train-iters 500000 "
-         "--fp16 --lr 6.0e-5 --min-lr 6.0e-6 --lr-decay-style cosine --lr-decay-iters 430000 --clip-grad 1.0 "
-         "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --mock-data --tokenizer-type NullTokenizer "
-         "--vocab-size 50256 --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
-         "--no-masked-softmax-fusion --eval-interval 1000 --eval-iters 10 --log-interval 1", "h100", options="--ranks 1024",
-         needs=("pybind11", "six")),
+         "--seq-length 2048 --max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 "
+         "--global-batch-size 1536 --train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
+         "--init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 "
+         "--lr-warmup-fraction .001 --lr-decay-iters 430000 --tensor-model-parallel-size 8 "
+         "--pipeline-model-parallel-size 16 --mock-data --tokenizer-type NullTokenizer --vocab-size 50256 "
+         "--split 949,50,1 --log-interval 1 --eval-interval 1000 --eval-iters 10 --transformer-impl local "
+         "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion", "h100",
+         options="--ranks 1024", needs=("pybind11", "six")),
     # -- not run
     Case("run_clm.py, run_glue.py", "transformers", "language models by transformers' Trainer",
          why_not="the repository is too large to be brought here; the same Trainer runs in peft's and TRL's rows"),

@@ -1,7 +1,7 @@
 """transformers' ``generate`` goes on to its greatest length where values are skipped.
 
-A token drawn from logits that are zeros says nothing of when an answer ends: it is a token of all, or the first. A model
-whose end has that number would stop at once, others by chance. The longest answer is what memory has to hold.
+A token drawn from logits of zeros is the first one, or any: a model whose end it is would stop at once. And memory has
+to hold the longest answer.
 """
 
 import os
