@@ -134,7 +134,7 @@ CASES = (
     Case("dcgan", "pytorch/examples", "DCGAN, 64 images of 64 x 64; two optimizers",
          "python main.py --dataset fake --accel", "l4", folder="dcgan", needs=_vision),
     Case("word_language_model", "pytorch/examples", "Transformer of 2 layers, 20 x 35 words",
-         "python main.py --accel --model Transformer", "l4", folder="word_language_model",
+         "python main.py --accel --model Transformer --use-optimizer", "l4", folder="word_language_model",
          inputs=tuple(make.text_file(f"data/wikitext-2/{split}.txt", 20_000) for split in ("train", "valid", "test"))),
     Case("FSDP2", "pytorch/examples", "Transformer of 10 layers, 32 x 64, bf16, over 8",
          "torchrun --nproc_per_node 8 example.py --mixed-precision", "a100-80gb", folder="distributed/FSDP2"),
