@@ -69,6 +69,8 @@ SOURCES = {
     "Lightning": Source("Lightning-AI/pytorch-lightning", "7f0c3436cd3f6ad3753125672024fc415cbcb414"),
     "DeepSpeedExamples": Source("deepspeedai/DeepSpeedExamples", "45b4b7156c8794a3452a5a7d03dbd8d797068569"),
     "Megatron-LM": Source("NVIDIA/Megatron-LM", "55ac7082517c3878ae653c07c09c534b8aed49f6"),
+    "OpenCLIP": Source(package="open_clip_torch==3.3.0"),
+    "Ultralytics": Source(package="ultralytics==8.4.190"),
     "sentence-transformers": Source("huggingface/sentence-transformers", "cad211983f36ce458e9b3360f3e11b29fc54cbd8"),
     "torchvision": Source("pytorch/vision"),
     "transformers": Source("huggingface/transformers"),
@@ -151,6 +153,17 @@ CASES = (
          "python train.py --data-dir images --model convnext_base --num-classes 4 --batch-size 128 --amp "
          "--amp-dtype bfloat16 --channels-last --torchcompile inductor --opt adamw -j 2", "h100",
          inputs=(make.images("images/train", 1024), make.images("images/validation", 256)), needs=_vision),
+    Case("open_clip_train.main", "OpenCLIP", "CLIP of ViT-B/32, bf16 AMP, 512 images and texts a GPU, over 8",
+         "torchrun --nproc_per_node 8 -m open_clip_train.main --dataset-type synthetic --train-num-samples 32768 "
+         "--model ViT-B-32 --batch-size 512 --precision amp_bf16 --local-loss --gather-with-grad --workers 1 "
+         "--epochs 1", "a100-40gb", needs=("torchvision", "open_clip_torch", "ftfy")),
+    Case("yolo train", "Ultralytics", "YOLO11m for detection, AMP, 16 images of 640 x 640",
+         "yolo detect train model=yolo11m.yaml data=boxes.yaml epochs=1 batch=16 imgsz=640 device=0 workers=2 "
+         "plots=False", "rtx4090",
+         inputs=(make.images("images/train", 256, 640, flat=True), make.images("images/val", 32, 640, flat=True),
+                 make.boxes("labels/train", 256), make.boxes("labels/val", 32),
+                 make.file("boxes.yaml", "path: .\ntrain: images/train\nval: images/val\nnames: {0: a, 1: b}\n")),
+         needs=("torchvision", "ultralytics", "ultralytics-thop", "opencv-python-headless", "polars")),
     # -- accelerate
     Case("nlp_example.py", "accelerate", "BERT-base on GLUE's MRPC, fp16, 16 pairs a GPU, DDP over 8",
          "accelerate launch --multi_gpu --num_processes 8 nlp_example.py --mixed_precision fp16", "a100-40gb",
@@ -274,7 +287,8 @@ CASES = (
     "checkpointed",
          "deepspeed --num_gpus=1 finetune_zero3.py --deepspeed_config=ds.json --model_name Llama-3.1-8B --lr 1e-5 "
          "--batch_size 4 --output_dir out --max_length 4096 --dataset_name alpaca --bench_steps 10 --warmup_steps 20 "
-         "--activation_checkpointing", "h100", options="--no-weights", folder="training/DeepSpeed-SuperOffload",
+         "--activation_checkpointing --attn_implementation sdpa", "h100", options="--no-weights",
+         folder="training/DeepSpeed-SuperOffload",
          inputs=(_llama_3, make.dataset("alpaca", make.instruction), make.file("ds.json",
              '{"train_batch_size": 4, "gradient_accumulation_steps": 1, "bf16": {"enabled": true}, '
              '"zero_optimization": '
@@ -286,7 +300,7 @@ CASES = (
          "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node 8 --nnodes 128 --node_rank 0 --master_addr 127.0.0.1 "
          "--master_port 6000 pretrain_gpt.py --num-layers 96 --hidden-size 12288 --num-attention-heads 96 "
          "--seq-length 2048 --max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 "
-         "--global-batch-size 1536 --train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
+         "--global-batch-size 1536 --train-iters 5000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
          "--init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 "
          "--lr-warmup-fraction .001 --lr-decay-iters 430000 --tensor-model-parallel-size 8 "
          "--pipeline-model-parallel-size 16 --mock-data --tokenizer-type NullTokenizer --vocab-size 50256 "

@@ -283,6 +283,19 @@ def _image_files(target: Path, number: int, side: int, classes: int, flat: bool)
         yield name
 
 
+def boxes(path: str, number: int) -> Maker:
+    """Eight boxes of two classes for each of the flat folder's images, as YOLO reads them."""
+
+    def make(folder: Path) -> None:
+        chance = random.Random(0)
+        (folder / path).mkdir(parents=True, exist_ok=True)
+        for n in range(number):
+            lines = (f"{k % 2} {chance.random():.4f} {chance.random():.4f} 0.1 0.2" for k in range(8))
+            (folder / path / f"pet_{n % 4}_{n}.txt").write_text("\n".join(lines) + "\n")
+
+    return make
+
+
 def mnist(path: str) -> Maker:
     """The four files of digits."""
 

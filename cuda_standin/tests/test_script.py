@@ -185,6 +185,29 @@ for step in range(9):
     assert max(map(sum, zip(*curve.values()))) == sum(found["by_kind"].values())
 
 
+def test_the_share_of_a_weight_that_zero_3_keeps_is_a_weight(python, tmp_path):
+    source = """
+import torch
+weight = torch.nn.Parameter(torch.empty(0, device="cuda"))
+weight.ds_tensor = torch.ones(1 << 22, device="cuda")
+other = torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))
+class Half(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.other = weight, other
+    def forward(self):
+        return self.other * 2
+net = Half()
+opt = torch.optim.SGD([other], 0.1)
+for step in range(3):
+    net().sum().backward()
+    opt.step()
+"""
+    python(source, STANDIN_SCRIPT=request(tmp_path, steps=2), STANDIN_SKIP_BYTES=str(1 << 20), STANDIN_STRICT="0")
+
+    assert seen(tmp_path)["by_kind"]["weights"] == 20 << 20
+
+
 def test_folders_without_weights_give_weights_that_take_nothing(python, tmp_path):
     source = f"""
 import torch
