@@ -69,6 +69,7 @@ SOURCES = {
     "Lightning": Source("Lightning-AI/pytorch-lightning", "7f0c3436cd3f6ad3753125672024fc415cbcb414"),
     "DeepSpeedExamples": Source("deepspeedai/DeepSpeedExamples", "45b4b7156c8794a3452a5a7d03dbd8d797068569"),
     "Megatron-LM": Source("NVIDIA/Megatron-LM", "55ac7082517c3878ae653c07c09c534b8aed49f6"),
+    "LLaMA-Factory": Source(package="llamafactory==0.9.5"),
     "OpenCLIP": Source(package="open_clip_torch==3.3.0"),
     "Ultralytics": Source(package="ultralytics==8.4.190"),
     "sentence-transformers": Source("huggingface/sentence-transformers", "cad211983f36ce458e9b3360f3e11b29fc54cbd8"),
@@ -79,6 +80,8 @@ SOURCES = {
 
 _BERT = {"vocab_size": 28996, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
          "intermediate_size": 3072, "max_position_embeddings": 512}  # fmt: skip
+_DISTILBERT = {"vocab_size": 30522, "dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072,
+               "max_position_embeddings": 512}  # fmt: skip
 _LLAMA_2 = {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
             "intermediate_size": 11008, "max_position_embeddings": 4096, "torch_dtype": "float16"}  # fmt: skip
 _LLAMA_3 = {"vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -96,6 +99,7 @@ _MOE_30B = {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, 
             "torch_dtype": "bfloat16"}  # fmt: skip
 
 _bert = make.model("bert-base-cased", "bert", _BERT, "BertForMaskedLM")
+_distilbert = make.model("distilbert/distilbert-base-uncased", "distilbert", _DISTILBERT, "DistilBertForMaskedLM")
 _llama_2 = make.model("Llama-2-7b-hf", "llama", _LLAMA_2, "LlamaForCausalLM")
 _llama_3 = make.model("Llama-3.1-8B", "llama", _LLAMA_3, "LlamaForCausalLM")
 _llama_70b = make.model("Llama-2-70b-hf", "llama", _LLAMA_70B, "LlamaForCausalLM")
@@ -252,6 +256,18 @@ CASES = (
          "--use_4bit_quantization True --use_nested_quant True --bnb_4bit_compute_dtype bfloat16 "
          "--bnb_4bit_quant_storage_dtype bfloat16 --report_to none", "rtx4090", options="--no-weights --devices 2",
          folder="examples/sft", inputs=(_llama_70b, _chats)),
+    Case("llamafactory-cli train", "LLaMA-Factory", "Llama 3.1 8B, LoRA of rank 8 on all layers, bf16, "
+         "8 x 1 x 2048, as in its llama3_lora_sft.yaml",
+         "DISABLE_VERSION_CHECK=1 llamafactory-cli train llama3_lora_sft.yaml", "rtx4090", options="--no-weights",
+         inputs=(_llama_3, make.dataset("data", make.long_instruction, rows=1000),
+                 make.file("data/dataset_info.json", '{"alpaca": {"file_name": "train.jsonl"}}'),
+                 make.file("llama3_lora_sft.yaml", make.FACTORY)),
+         needs=("llamafactory", "trl==0.24.0", "omegaconf", "fire", "torchaudio", "av")),
+    Case("training_stsbenchmark.py", "sentence-transformers", "DistilBERT on pairs of sentences, fp16, 16 pairs",
+         "python training_stsbenchmark.py", "l4", options="--no-weights",
+         folder="examples/sentence_transformer/training/sts",
+         inputs=(_distilbert, make.dataset("sentence-transformers/stsb", make.scored_pair, validation=64)),
+         needs=("sentence-transformers==6.2.0", "scikit-learn", "scipy")),
     # -- torchtitan, litgpt, Lightning
     Case("torchtitan", "torchtitan", "Llama 3 8B, its defaults: 1 x 8192, FSDP2 over 8",
          "PYTORCH_ALLOC_CONF=expandable_segments:True torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 "
@@ -278,7 +294,7 @@ CASES = (
          "python train.py", "a100-80gb", options="--ranks 4 --devices 4", folder="examples/pytorch/tensor_parallel"),
     Case("language_model/train.py", "Lightning", "Fabric: Transformer of 2 layers, 20 sequences",
          "python train.py", "l4", folder="examples/fabric/language_model",
-         inputs=(make.text_file("data/wikitext-2.txt", 40_000),)),
+         inputs=(make.text_file("data/wikitext-2.txt", 400_000),)),
     # -- DeepSpeed, Megatron
     Case("offload_states.py", "DeepSpeedExamples", "ZeRO-3 of its own random model", "deepspeed --num_gpus 8 "
     "offload_states.py",
@@ -306,7 +322,8 @@ CASES = (
          "--pipeline-model-parallel-size 16 --mock-data --tokenizer-type NullTokenizer --vocab-size 50256 "
          "--split 949,50,1 --log-interval 1 --eval-interval 1000 --eval-iters 10 --transformer-impl local "
          "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion", "h100",
-         options="--ranks 1024", needs=("pybind11", "six")),
+         options="--ranks 1024", needs=("pybind11", "six"),
+         remark="mock data for 5,000 of its 500,000 iterations: their indices are host memory"),
     # -- not run
     Case("run_clm.py, run_glue.py", "transformers", "language models by transformers' Trainer",
          why_not="the repository is too large to be brought here; the same Trainer runs in peft's and TRL's rows"),

@@ -246,6 +246,21 @@ for config, kind in (
     python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True))
 
 
+def test_a_head_that_no_checkpoint_has_is_not_in_a_file_of_zeros(python, tmp_path):
+    source = f"""
+from transformers import AutoModel, AutoModelForSequenceClassification, LlamaConfig
+small = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+LlamaConfig(architectures=["LlamaForCausalLM"], **small).save_pretrained({str(tmp_path / "model")!r})
+_, found = AutoModelForSequenceClassification.from_pretrained(
+    {str(tmp_path / "model")!r}, num_labels=1, output_loading_info=True
+)
+assert set(found["missing_keys"]) == {{"score.weight"}} and not found["mismatched_keys"], found
+_, found = AutoModel.from_pretrained({str(tmp_path / "model")!r}, output_loading_info=True)
+assert not found["missing_keys"], found
+"""
+    python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True))
+
+
 def test_zero_3_gets_its_share_of_weights_of_zeros(python, tmp_path):
     source = f"""
 import torch

@@ -64,9 +64,13 @@ def _diffusers(model_class: Any, folder: Path) -> Path:
 
 def _transformers(model_class: Any, folder: Path) -> Path:
     import torch
-    from transformers import AutoConfig
+    import transformers
 
-    config = AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    # What a hub has is the model that the configuration names. A new head on it is none of its weights.
+    stored = getattr(transformers, (config.architectures or [""])[0], model_class)
+    if isinstance(config, getattr(stored, "config_class", None) or ()):
+        model_class = stored
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"):
