@@ -261,6 +261,25 @@ assert not found["missing_keys"], found
     python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True))
 
 
+def test_zeros_larger_than_the_memory_of_the_host_are_several_files(python, tmp_path):
+    source = f"""
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+                     num_key_value_heads=8)
+config.architectures = ["LlamaForCausalLM"]
+config.save_pretrained({str(tmp_path / "model")!r})
+model, found = AutoModelForCausalLM.from_pretrained(
+    {str(tmp_path / "model")!r}, dtype=torch.bfloat16, output_loading_info=True
+)
+assert sum(p.numel() for p in model.parameters()) > 68e9 and not any(found[k] for k in found if "keys" in k), found
+peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
+assert peak < 2 << 30, peak
+"""
+    skipped = {"STANDIN_SKIP_BYTES": str(1 << 20), "STANDIN_STRICT": "0"}
+    python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True), **skipped)
+
+
 def test_zero_3_gets_its_share_of_weights_of_zeros(python, tmp_path):
     source = f"""
 import torch

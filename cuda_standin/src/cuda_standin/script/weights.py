@@ -18,6 +18,7 @@ from cuda_standin.script.request import Request, request
 
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int64": "I64", "int32": "I32",
           "uint8": "U8", "int8": "I8", "bool": "BOOL"}  # fmt: skip
+_OF_A_FILE = 5_000_000_000  # bytes
 _PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*pytorch_model*.bin", "*pytorch_model*.index.json")
 
 
@@ -92,25 +93,47 @@ def _each_once(model: Any) -> dict[str, Any]:
 def folder_with_hole(state: dict[str, Any], dtype: Any, folder: Path, name: str) -> Path:
     """A folder with links to the files of ``folder`` and with ``name``, a hole but for its header.
 
+    It is several files above ``_OF_A_FILE``, as on hubs: the system refuses to map one that is larger than its memory.
+
     Args:
         state: Tensors on ``meta``; those of floating point have ``dtype`` in the file.
     """
     import torch
 
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    parts: list[dict[str, tuple[str, list[int], int]]] = [{}]
+    filled = 0
     for key, tensor in state.items():
         kept = dtype if tensor.is_floating_point() else tensor.dtype
         size = tensor.numel() * torch.empty(0, dtype=kept).element_size()
-        header[key] = {"dtype": _TYPES[str(kept).removeprefix("torch.")], "shape": list(tensor.shape),
-                       "data_offsets": [at, at + size]}  # fmt: skip
-        at += size
+        if filled and filled + size > _OF_A_FILE:
+            parts.append({})
+            filled = 0
+        parts[-1][key] = (_TYPES[str(kept).removeprefix("torch.")], list(tensor.shape), size)
+        filled += size
     made = Path(tempfile.mkdtemp(prefix="weights-", dir=request().folder))
     for file in folder.iterdir():
         (made / file.name).symlink_to(file.resolve())
+    if len(parts) == 1:
+        _write_hole(parts[0], made / name)
+        return made
+    stem, end = name.rsplit(".", 1)
+    names = [f"{stem}-{number:05}-of-{len(parts):05}.{end}" for number in range(1, len(parts) + 1)]
+    for part, file_name in zip(parts, names, strict=True):
+        _write_hole(part, made / file_name)
+    total = sum(size for part in parts for _, _, size in part.values())
+    where = {key: file_name for part, file_name in zip(parts, names, strict=True) for key in part}
+    (made / f"{name}.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}))
+    return made
+
+
+def _write_hole(tensors: dict[str, tuple[str, list[int], int]], path: Path) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for key, (kind, shape, size) in tensors.items():
+        header[key] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with (made / name).open("wb") as file:
+    with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
-    return made
