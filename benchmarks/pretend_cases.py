@@ -69,6 +69,7 @@ SOURCES = {
     "Lightning": Source("Lightning-AI/pytorch-lightning", "7f0c3436cd3f6ad3753125672024fc415cbcb414"),
     "DeepSpeedExamples": Source("deepspeedai/DeepSpeedExamples", "45b4b7156c8794a3452a5a7d03dbd8d797068569"),
     "Megatron-LM": Source("NVIDIA/Megatron-LM", "55ac7082517c3878ae653c07c09c534b8aed49f6"),
+    "torchtune": Source(package="torchtune==0.6.1"),
     "LLaMA-Factory": Source(package="llamafactory==0.9.5"),
     "OpenCLIP": Source(package="open_clip_torch==3.3.0"),
     "Ultralytics": Source(package="ultralytics==8.4.190"),
@@ -255,7 +256,8 @@ CASES = (
          "--use_reentrant True --use_peft_lora True --lora_r 8 --lora_target_modules all-linear "
          "--use_4bit_quantization True --use_nested_quant True --bnb_4bit_compute_dtype bfloat16 "
          "--bnb_4bit_quant_storage_dtype bfloat16 --report_to none", "rtx4090", options="--no-weights --devices 2",
-         folder="examples/sft", inputs=(_llama_70b, _chats)),
+         folder="examples/sft", inputs=(_llama_70b, _chats),
+         remark="this transformers puts all of the weights on each GPU before FSDP shares them out"),
     Case("llamafactory-cli train", "LLaMA-Factory", "Llama 3.1 8B, LoRA of rank 8 on all layers, bf16, "
          "8 x 1 x 2048, as in its llama3_lora_sft.yaml",
          "DISABLE_VERSION_CHECK=1 llamafactory-cli train llama3_lora_sft.yaml", "rtx4090", options="--no-weights",
@@ -263,7 +265,8 @@ CASES = (
                  make.file("data/dataset_info.json", '{"alpaca": {"file_name": "train.jsonl"}}'),
                  make.file("llama3_lora_sft.yaml", make.FACTORY)),
          needs=("llamafactory", "transformers==5.6.0", "trl==0.24.0", "peft==0.18.1", "omegaconf", "fire", "torchaudio",
-                "av")),
+                "av"),
+         remark="with transformers 5.6.0, TRL 0.24.0 and peft 0.18.1, the newest that it takes"),
     Case("training_stsbenchmark.py", "sentence-transformers", "DistilBERT on pairs of sentences, fp16, 16 pairs",
          "python training_stsbenchmark.py", "l4", options="--no-weights",
          folder="examples/sentence_transformer/training/sts",
@@ -280,11 +283,11 @@ CASES = (
          "--config llama3_debugmodel --hf_assets_path Llama-3.1-8B", "h100",
          inputs=(_llama_3, make.dataset("tests/assets/c4_test", make.long_text, rows=128, test=8)),
          needs=("torchtitan", "torch_checkpointing", "spmd_types==0.2.3", "tyro")),
-    Case("litgpt pretrain", "litgpt", "pythia-160m on text files, 4 x 2048 tokens of 512",
+    Case("litgpt pretrain", "litgpt", "pythia-160m on text files, 16 x 4 x 2048 tokens",
          "python -m litgpt pretrain pythia-160m --tokenizer_dir Qwen2-0.5B --data TextFiles --data.train_data_path "
          "texts "
-         "--train.max_tokens 1000000 --train.micro_batch_size 4", "a100-40gb",
-         inputs=(_qwen, make.text_file("texts/1.txt", 60_000), make.text_file("texts/2.txt", 60_000)),
+         "--train.max_tokens 1000000 --train.micro_batch_size 4 --train.global_batch_size 64", "a100-40gb",
+         inputs=(_qwen, make.text_file("texts/1.txt", 300_000), make.text_file("texts/2.txt", 300_000)),
          needs=("litgpt", "jsonargparse==4.41.0", "litdata", "boto3")),
     Case("litgpt finetune_lora", "litgpt", "TinyLlama 1.1B, LoRA, bf16, its defaults",
          "python -m litgpt finetune_lora checkpoints/TinyLlama/tiny-llama-1.1b --data Alpaca2k", "l4",
@@ -333,6 +336,8 @@ CASES = (
     Case("01_pytorch-vit.py and others", "pytorch-memory-optim", "ViT-L on CIFAR-10",
          why_not="CIFAR-10's files are known by their checksums, random ones are refused; its numbers are compared in "
          "another page with another loader"),
+    Case("lora_finetune_single_device", "torchtune", "Llama 3 8B, LoRA",
+         why_not="its last release asks for a torchao that does not import beside this PyTorch"),
     Case("train_bi_encoder_mnrl.py", "sentence-transformers", "DistilBERT on MS MARCO",
          why_not="its three data sets of 8.8 million passages would have to be made"),
     Case("FSDP/T5_training.py", "pytorch/examples", "T5 by FSDP1",
