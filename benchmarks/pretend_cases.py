@@ -116,6 +116,18 @@ _gpt_tokens = (
 _vision = ("torchvision",)
 _SFT = "trl.scripts.sft --dataset_name conversations --report_to none --output_dir out"
 
+_GPT_3 = (
+    "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node 8 --nnodes 128 --node_rank 0 --master_addr 127.0.0.1 "
+    "--master_port 6000 pretrain_gpt.py --num-layers 96 --hidden-size 12288 --num-attention-heads 96 "
+    "--seq-length 2048 --max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 "
+    "--global-batch-size 1536 --train-iters 5000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
+    "--init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 "
+    "--lr-warmup-fraction .001 --lr-decay-iters 430000 --tensor-model-parallel-size 8 "
+    "--pipeline-model-parallel-size 16 --mock-data --tokenizer-type NullTokenizer --vocab-size 50256 "
+    "--split 949,50,1 --log-interval 1 --eval-interval 1000 --eval-iters 10 --transformer-impl local "
+    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
+)
+
 CASES = (
     # -- GPT-2 by hand
     Case("nanoGPT", "nanoGPT", "GPT-2 124M, its defaults: 40 x 12 x 1024 tokens a step, compiled", "python train.py",
@@ -316,18 +328,11 @@ CASES = (
              '"offload_optimizer": '
              '{"device": "cpu", "pin_memory": true}}, "wall_clock_breakdown": true}'))),
     Case("pretrain_gpt.py", "Megatron-LM", "GPT-3 175B as in its train_gpt3_175b_distributed.sh: 1536 sequences, TP 8, "
-         "PP 16, fp16; the first stage, without Transformer Engine",
-         "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node 8 --nnodes 128 --node_rank 0 --master_addr 127.0.0.1 "
-         "--master_port 6000 pretrain_gpt.py --num-layers 96 --hidden-size 12288 --num-attention-heads 96 "
-         "--seq-length 2048 --max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 "
-         "--global-batch-size 1536 --train-iters 5000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
-         "--init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 "
-         "--lr-warmup-fraction .001 --lr-decay-iters 430000 --tensor-model-parallel-size 8 "
-         "--pipeline-model-parallel-size 16 --mock-data --tokenizer-type NullTokenizer --vocab-size 50256 "
-         "--split 949,50,1 --log-interval 1 --eval-interval 1000 --eval-iters 10 --transformer-impl local "
-         "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion", "h100",
-         options="--ranks 1024", needs=("pybind11", "six"),
+         "PP 16, fp16; the first stage, without Transformer Engine", _GPT_3, "h100", options="--ranks 1024",
+         needs=("pybind11", "six"),
          remark="mock data for 5,000 of its 500,000 iterations: their indices are host memory"),
+    Case("pretrain_gpt.py, last stage", "Megatron-LM", "the same, the stage with the loss", _GPT_3, "h100",
+         options="--ranks 1024 --rank 960", needs=("pybind11", "six")),
     # -- not run
     Case("run_clm.py, run_glue.py", "transformers", "language models by transformers' Trainer",
          why_not="the repository is too large to be brought here; the same Trainer runs in peft's and TRL's rows"),

@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 import cuda_standin
 
 ENTRY = Path(cuda_standin.__file__).with_name("entry")
@@ -361,6 +363,23 @@ print(model.generate(ids, max_new_tokens=9, do_sample=False).shape[1])
 
     assert python(source, **wanted, STANDIN_SKIP_BYTES=str(1 << 18)) == "14"
     assert python(source, **wanted) == "6"  # with values, the first of equal tokens ends it
+
+
+@pytest.mark.slow
+def test_a_compiled_loss_is_zero_and_not_what_its_memory_held_before(python, tmp_path):
+    source = """
+import torch
+before = [torch.full((8,), float("nan"), device="cuda") for _ in range(64)]
+del before
+@torch.compile
+def loss_of(x):
+    return (x.exp() - 1).square().sum(-1).sqrt().mean()
+print(loss_of(torch.randn(64, 64, device="cuda")).item())
+"""
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    variables = {"STANDIN_SKIP_BYTES": str(1 << 20), "STANDIN_STRICT": "0"}
+
+    assert python(source, STANDIN_SCRIPT=request(tmp_path), **variables, **caches) == "0.0"
 
 
 def test_the_python_that_runs_these_tests_is_the_stand_ins(python):
