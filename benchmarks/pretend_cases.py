@@ -244,9 +244,9 @@ CASES = (
          "python -m trl.scripts.dpo --dataset_name preferences --model_name_or_path Qwen2-0.5B --dtype bfloat16 "
          "--max_length 1024 --report_to none --output_dir out", "a100-40gb", options="--no-weights",
          inputs=(_qwen, _preferences)),
-    Case("reward", "TRL", "Qwen2 0.5B with a head for rewards, 8 x 1024",
+    Case("reward", "TRL", "Qwen2 0.5B with a head for rewards, 8 x 2048",
          "python -m trl.scripts.reward --dataset_name preferences --model_name_or_path Qwen2-0.5B --dtype bfloat16 "
-         "--max_length 1024 --report_to none --output_dir out", "a100-40gb", options="--no-weights",
+         "--max_length 2048 --report_to none --output_dir out", "a100-40gb", options="--no-weights",
          inputs=(_qwen, _preferences)),
     Case("grpo", "TRL", "Qwen2 0.5B, 8 answers of 256 tokens by transformers' generate",
          "python -m trl.scripts.grpo --dataset_name prompts --model_name_or_path Qwen2-0.5B --dtype bfloat16 "
