@@ -210,6 +210,27 @@ for step in range(3):
     assert seen(tmp_path)["by_kind"]["weights"] == 20 << 20
 
 
+def test_buckets_of_gradients_are_gradients_before_and_after_they_are_put_in_order(python, tmp_path):
+    source = """
+import torch
+from cuda_standin import process_group
+process_group.install(world_size=2, rank=0)
+torch.distributed.init_process_group("nccl")
+layers = (torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.GELU()) for _ in range(4))
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers).cuda())
+opt = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(4):
+    opt.zero_grad()
+    net(torch.ones(8192, 512, device="cuda")).square().mean().backward()
+    opt.step()
+"""
+    for steps in (1, 3):
+        wanted = {"STANDIN_SCRIPT": request(tmp_path, steps=steps), "STANDIN_DEVICES": "2", "STANDIN_STRICT": "0"}
+        python(source, **wanted, STANDIN_SKIP_BYTES=str(1 << 20))
+        parts = {part["part"]: part["bytes"] for part in seen(tmp_path)["by_part"]}
+        assert parts["buckets of gradients"] == parts["weights"] == 4 * 512 * 512 * 4, (steps, parts)
+
+
 def test_folders_without_weights_give_weights_that_take_nothing(python, tmp_path):
     source = f"""
 import torch

@@ -26,6 +26,7 @@ _BY_FRAME = (
     ("torch/distributed/fsdp/", "", "gathered weights", "weights"),
     ("torch/distributed/_composable/fsdp/", "", "gathered weights", "weights"),
     ("torch/nn/parallel/distributed.py", "__init__", "buckets of gradients", "gradients"),
+    ("torch/nn/parallel/distributed.py", "_pre_forward", "buckets of gradients", "gradients"),  # in the order of use
     ("deepspeed/runtime/zero/partition_parameters.py", "", "gathered weights", "weights"),
     ("deepspeed/runtime/zero/", "__init__", "buffers of the sharded optimizer", "optimizer"),
     ("megatron/core/distributed/", "__init__", "buckets of gradients", "gradients"),
