@@ -69,6 +69,10 @@ SOURCES = {
     "Lightning": Source("Lightning-AI/pytorch-lightning", "7f0c3436cd3f6ad3753125672024fc415cbcb414"),
     "DeepSpeedExamples": Source("deepspeedai/DeepSpeedExamples", "45b4b7156c8794a3452a5a7d03dbd8d797068569"),
     "Megatron-LM": Source("NVIDIA/Megatron-LM", "55ac7082517c3878ae653c07c09c534b8aed49f6"),
+    "torchtune": Source(package="torchtune==0.6.1"),
+    "LLaMA-Factory": Source(package="llamafactory==0.9.5"),
+    "OpenCLIP": Source(package="open_clip_torch==3.3.0"),
+    "Ultralytics": Source(package="ultralytics==8.4.190"),
     "sentence-transformers": Source("huggingface/sentence-transformers", "cad211983f36ce458e9b3360f3e11b29fc54cbd8"),
     "torchvision": Source("pytorch/vision"),
     "transformers": Source("huggingface/transformers"),
@@ -77,6 +81,8 @@ SOURCES = {
 
 _BERT = {"vocab_size": 28996, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
          "intermediate_size": 3072, "max_position_embeddings": 512}  # fmt: skip
+_DISTILBERT = {"vocab_size": 30522, "dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072,
+               "max_position_embeddings": 512}  # fmt: skip
 _LLAMA_2 = {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
             "intermediate_size": 11008, "max_position_embeddings": 4096, "torch_dtype": "float16"}  # fmt: skip
 _LLAMA_3 = {"vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -94,6 +100,7 @@ _MOE_30B = {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, 
             "torch_dtype": "bfloat16"}  # fmt: skip
 
 _bert = make.model("bert-base-cased", "bert", _BERT, "BertForMaskedLM")
+_distilbert = make.model("distilbert/distilbert-base-uncased", "distilbert", _DISTILBERT, "DistilBertForMaskedLM")
 _llama_2 = make.model("Llama-2-7b-hf", "llama", _LLAMA_2, "LlamaForCausalLM")
 _llama_3 = make.model("Llama-3.1-8B", "llama", _LLAMA_3, "LlamaForCausalLM")
 _llama_70b = make.model("Llama-2-70b-hf", "llama", _LLAMA_70B, "LlamaForCausalLM")
@@ -108,6 +115,18 @@ _gpt_tokens = (
 )
 _vision = ("torchvision",)
 _SFT = "trl.scripts.sft --dataset_name conversations --report_to none --output_dir out"
+
+_GPT_3 = (
+    "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node 8 --nnodes 128 --node_rank 0 --master_addr 127.0.0.1 "
+    "--master_port 6000 pretrain_gpt.py --num-layers 96 --hidden-size 12288 --num-attention-heads 96 "
+    "--seq-length 2048 --max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 "
+    "--global-batch-size 1536 --train-iters 5000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
+    "--init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 "
+    "--lr-warmup-fraction .001 --lr-decay-iters 430000 --tensor-model-parallel-size 8 "
+    "--pipeline-model-parallel-size 16 --mock-data --tokenizer-type NullTokenizer --vocab-size 50256 "
+    "--split 949,50,1 --log-interval 1 --eval-interval 1000 --eval-iters 10 --transformer-impl local "
+    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
+)
 
 CASES = (
     # -- GPT-2 by hand
@@ -134,7 +153,7 @@ CASES = (
     Case("dcgan", "pytorch/examples", "DCGAN, 64 images of 64 x 64; two optimizers",
          "python main.py --dataset fake --accel", "l4", folder="dcgan", needs=_vision),
     Case("word_language_model", "pytorch/examples", "Transformer of 2 layers, 20 x 35 words",
-         "python main.py --accel --model Transformer", "l4", folder="word_language_model",
+         "python main.py --accel --model Transformer --use-optimizer", "l4", folder="word_language_model",
          inputs=tuple(make.text_file(f"data/wikitext-2/{split}.txt", 20_000) for split in ("train", "valid", "test"))),
     Case("FSDP2", "pytorch/examples", "Transformer of 10 layers, 32 x 64, bf16, over 8",
          "torchrun --nproc_per_node 8 example.py --mixed-precision", "a100-80gb", folder="distributed/FSDP2"),
@@ -151,6 +170,17 @@ CASES = (
          "python train.py --data-dir images --model convnext_base --num-classes 4 --batch-size 128 --amp "
          "--amp-dtype bfloat16 --channels-last --torchcompile inductor --opt adamw -j 2", "h100",
          inputs=(make.images("images/train", 1024), make.images("images/validation", 256)), needs=_vision),
+    Case("open_clip_train.main", "OpenCLIP", "CLIP of ViT-B/32, bf16 AMP, 512 images and texts a GPU, over 8",
+         "torchrun --nproc_per_node 8 -m open_clip_train.main --dataset-type synthetic --train-num-samples 32768 "
+         "--model ViT-B-32 --batch-size 512 --precision amp_bf16 --local-loss --gather-with-grad --workers 1 "
+         "--epochs 1", "a100-40gb", needs=("torchvision", "open_clip_torch", "ftfy")),
+    Case("yolo train", "Ultralytics", "YOLO11m for detection, AMP, 16 images of 640 x 640",
+         "yolo detect train model=yolo11m.yaml data=boxes.yaml epochs=1 batch=16 imgsz=640 device=0 workers=2 "
+         "plots=False", "rtx4090",
+         inputs=(make.images("images/train", 256, 640, flat=True), make.images("images/val", 32, 640, flat=True),
+                 make.boxes("labels/train", 256), make.boxes("labels/val", 32),
+                 make.file("boxes.yaml", "path: .\ntrain: images/train\nval: images/val\nnames: {0: a, 1: b}\n")),
+         needs=("torchvision", "ultralytics", "ultralytics-thop", "opencv-python-headless", "polars")),
     # -- accelerate
     Case("nlp_example.py", "accelerate", "BERT-base on GLUE's MRPC, fp16, 16 pairs a GPU, DDP over 8",
          "accelerate launch --multi_gpu --num_processes 8 nlp_example.py --mixed_precision fp16", "a100-40gb",
@@ -176,7 +206,7 @@ CASES = (
          inputs=(make.stable_diffusion("sd15"), make.images("images", 64, 512, flat=True, captions=True)),
          needs=_vision),
     Case("train_text_to_image_lora.py", "diffusers", "the same with LoRA of rank 4",
-         "accelerate launch --mixed_precision fp16 train_text_to_image_lora.py --pretrained_model_name_or_path sd15 "
+         "accelerate launch train_text_to_image_lora.py --mixed_precision fp16 --pretrained_model_name_or_path sd15 "
          "--train_data_dir images --resolution 512 --center_crop --random_flip --train_batch_size 1 "
          "--gradient_accumulation_steps 4 --max_train_steps 15000 --rank 4 --output_dir out",
          "rtx4090", options="--no-weights", folder="examples/text_to_image",
@@ -214,9 +244,9 @@ CASES = (
          "python -m trl.scripts.dpo --dataset_name preferences --model_name_or_path Qwen2-0.5B --dtype bfloat16 "
          "--max_length 1024 --report_to none --output_dir out", "a100-40gb", options="--no-weights",
          inputs=(_qwen, _preferences)),
-    Case("reward", "TRL", "Qwen2 0.5B with a head for rewards, 8 x 1024",
+    Case("reward", "TRL", "Qwen2 0.5B with a head for rewards, 8 x 2048",
          "python -m trl.scripts.reward --dataset_name preferences --model_name_or_path Qwen2-0.5B --dtype bfloat16 "
-         "--max_length 1024 --report_to none --output_dir out", "a100-40gb", options="--no-weights",
+         "--max_length 2048 --report_to none --output_dir out", "a100-40gb", options="--no-weights",
          inputs=(_qwen, _preferences)),
     Case("grpo", "TRL", "Qwen2 0.5B, 8 answers of 256 tokens by transformers' generate",
          "python -m trl.scripts.grpo --dataset_name prompts --model_name_or_path Qwen2-0.5B --dtype bfloat16 "
@@ -238,7 +268,22 @@ CASES = (
          "--use_reentrant True --use_peft_lora True --lora_r 8 --lora_target_modules all-linear "
          "--use_4bit_quantization True --use_nested_quant True --bnb_4bit_compute_dtype bfloat16 "
          "--bnb_4bit_quant_storage_dtype bfloat16 --report_to none", "rtx4090", options="--no-weights --devices 2",
-         folder="examples/sft", inputs=(_llama_70b, _chats)),
+         folder="examples/sft", inputs=(_llama_70b, _chats),
+         remark="this transformers puts all of the weights on each GPU before FSDP shares them out"),
+    Case("llamafactory-cli train", "LLaMA-Factory", "Llama 3.1 8B, LoRA of rank 8 on all layers, bf16, "
+         "8 x 1 x 2048, as in its llama3_lora_sft.yaml",
+         "DISABLE_VERSION_CHECK=1 llamafactory-cli train llama3_lora_sft.yaml", "rtx4090", options="--no-weights",
+         inputs=(_llama_3, make.dataset("data", make.long_instruction, rows=1000),
+                 make.file("data/dataset_info.json", '{"alpaca": {"file_name": "train.jsonl"}}'),
+                 make.file("llama3_lora_sft.yaml", make.FACTORY)),
+         needs=("llamafactory", "transformers==5.6.0", "trl==0.24.0", "peft==0.18.1", "omegaconf", "fire", "torchaudio",
+                "av"),
+         remark="with transformers 5.6.0, TRL 0.24.0 and peft 0.18.1, the newest that it takes"),
+    Case("training_stsbenchmark.py", "sentence-transformers", "DistilBERT on pairs of sentences, fp16, 16 pairs",
+         "python training_stsbenchmark.py", "l4", options="--no-weights",
+         folder="examples/sentence_transformer/training/sts",
+         inputs=(_distilbert, make.dataset("sentence-transformers/stsb", make.scored_pair, validation=64)),
+         needs=("sentence-transformers==6.2.0", "scikit-learn", "scipy")),
     # -- torchtitan, litgpt, Lightning
     Case("torchtitan", "torchtitan", "Llama 3 8B, its defaults: 1 x 8192, FSDP2 over 8",
          "PYTORCH_ALLOC_CONF=expandable_segments:True torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 "
@@ -250,22 +295,22 @@ CASES = (
          "--config llama3_debugmodel --hf_assets_path Llama-3.1-8B", "h100",
          inputs=(_llama_3, make.dataset("tests/assets/c4_test", make.long_text, rows=128, test=8)),
          needs=("torchtitan", "torch_checkpointing", "spmd_types==0.2.3", "tyro")),
-    Case("litgpt pretrain", "litgpt", "pythia-160m on text files, 4 x 2048 tokens of 512",
+    Case("litgpt pretrain", "litgpt", "pythia-160m on text files, 16 x 4 x 2048 tokens",
          "python -m litgpt pretrain pythia-160m --tokenizer_dir Qwen2-0.5B --data TextFiles --data.train_data_path "
          "texts "
-         "--train.max_tokens 1000000 --train.micro_batch_size 4", "a100-40gb",
-         inputs=(_qwen, make.text_file("texts/1.txt", 60_000), make.text_file("texts/2.txt", 60_000)),
-         needs=("litgpt", "jsonargparse==4.41.0", "litdata")),
+         "--train.max_tokens 1000000 --train.micro_batch_size 4 --train.global_batch_size 64", "a100-40gb",
+         inputs=(_qwen, make.text_file("texts/1.txt", 300_000), make.text_file("texts/2.txt", 300_000)),
+         needs=("litgpt", "jsonargparse==4.41.0", "litdata", "boto3")),
     Case("litgpt finetune_lora", "litgpt", "TinyLlama 1.1B, LoRA, bf16, its defaults",
          "python -m litgpt finetune_lora checkpoints/TinyLlama/tiny-llama-1.1b --data Alpaca2k", "l4",
          inputs=(make.litgpt_checkpoint("checkpoints/TinyLlama", "tiny-llama-1.1b"),
                  make.dataset("mhenrichsen/alpaca_2k_test", make.instruction, rows=2000)),
-         needs=("litgpt", "jsonargparse==4.41.0", "litdata")),
+         needs=("litgpt", "jsonargparse==4.41.0", "litdata", "boto3")),
     Case("tensor_parallel/train.py", "Lightning", "Llama of 7B, 2 x 2 ranks of data and tensor parallel, 8 x 128",
          "python train.py", "a100-80gb", options="--ranks 4 --devices 4", folder="examples/pytorch/tensor_parallel"),
     Case("language_model/train.py", "Lightning", "Fabric: Transformer of 2 layers, 20 sequences",
          "python train.py", "l4", folder="examples/fabric/language_model",
-         inputs=(make.text_file("data/wikitext-2.txt", 40_000),)),
+         inputs=(make.text_file("data/wikitext-2.txt", 400_000),)),
     # -- DeepSpeed, Megatron
     Case("offload_states.py", "DeepSpeedExamples", "ZeRO-3 of its own random model", "deepspeed --num_gpus 8 "
     "offload_states.py",
@@ -274,23 +319,20 @@ CASES = (
     "checkpointed",
          "deepspeed --num_gpus=1 finetune_zero3.py --deepspeed_config=ds.json --model_name Llama-3.1-8B --lr 1e-5 "
          "--batch_size 4 --output_dir out --max_length 4096 --dataset_name alpaca --bench_steps 10 --warmup_steps 20 "
-         "--activation_checkpointing", "h100", options="--no-weights", folder="training/DeepSpeed-SuperOffload",
+         "--activation_checkpointing --attn_implementation sdpa", "h100", options="--no-weights",
+         folder="training/DeepSpeed-SuperOffload",
          inputs=(_llama_3, make.dataset("alpaca", make.instruction), make.file("ds.json",
              '{"train_batch_size": 4, "gradient_accumulation_steps": 1, "bf16": {"enabled": true}, '
              '"zero_optimization": '
              '{"stage": 3, "overlap_comm": false, "reduce_bucket_size": 4e8, "sub_group_size": 4e8, '
              '"offload_optimizer": '
              '{"device": "cpu", "pin_memory": true}}, "wall_clock_breakdown": true}'))),
-    Case("pretrain_gpt.py", "Megatron-LM", "GPT-3 175B, its script for 1024 GPUs: TP 8, PP 16, fp16; first stage",
-         "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node 8 --nnodes 128 --node_rank 0 --master_addr 127.0.0.1 "
-         "--master_port 6000 pretrain_gpt.py --num-layers 96 --hidden-size 12288 --num-attention-heads 96 "
-         "--seq-length 2048 "
-         "--max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 256 --train-iters 500000 "
-         "--fp16 --lr 6.0e-5 --min-lr 6.0e-6 --lr-decay-style cosine --lr-decay-iters 430000 --clip-grad 1.0 "
-         "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --mock-data --tokenizer-type NullTokenizer "
-         "--vocab-size 50256 --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
-         "--no-masked-softmax-fusion --eval-iters 0 --log-interval 1", "h100", options="--ranks 1024",
-         needs=("pybind11", "six")),
+    Case("pretrain_gpt.py", "Megatron-LM", "GPT-3 175B as in its train_gpt3_175b_distributed.sh: 1536 sequences, TP 8, "
+         "PP 16, fp16; the first stage, without Transformer Engine", _GPT_3, "h100", options="--ranks 1024",
+         needs=("pybind11", "six"),
+         remark="mock data for 5,000 of its 500,000 iterations: their indices are host memory"),
+    Case("pretrain_gpt.py, last stage", "Megatron-LM", "the same, the stage with the loss", _GPT_3, "h100",
+         options="--ranks 1024 --rank 960", needs=("pybind11", "six")),
     # -- not run
     Case("run_clm.py, run_glue.py", "transformers", "language models by transformers' Trainer",
          why_not="the repository is too large to be brought here; the same Trainer runs in peft's and TRL's rows"),
@@ -299,6 +341,8 @@ CASES = (
     Case("01_pytorch-vit.py and others", "pytorch-memory-optim", "ViT-L on CIFAR-10",
          why_not="CIFAR-10's files are known by their checksums, random ones are refused; its numbers are compared in "
          "another page with another loader"),
+    Case("lora_finetune_single_device", "torchtune", "Llama 3 8B, LoRA",
+         why_not="its last release asks for a torchao that does not import beside this PyTorch"),
     Case("train_bi_encoder_mnrl.py", "sentence-transformers", "DistilBERT on MS MARCO",
          why_not="its three data sets of 8.8 million passages would have to be made"),
     Case("FSDP/T5_training.py", "pytorch/examples", "T5 by FSDP1",

@@ -16,6 +16,26 @@ from typing import Any
 
 Maker = Callable[[Path], None]
 _WORDS = 4000
+FACTORY = """model_name_or_path: Llama-3.1-8B
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: alpaca
+template: llama3
+cutoff_len: 2048
+max_samples: 1000
+output_dir: out
+report_to: none
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_steps: 0.1
+bf16: true
+"""
 _CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -115,8 +135,12 @@ def instruction(number: int) -> dict[str, Any]:
     return {"instruction": words(80, number), "input": "", "output": words(300, number + 1)}
 
 
-def triplet(number: int) -> dict[str, Any]:
-    return {"query": words(8, number), "positive": words(80, number + 1), "negative": words(80, number + 2)}
+def long_instruction(number: int) -> dict[str, Any]:
+    return {"instruction": words(80, number), "input": "", "output": words(700, number + 1)}
+
+
+def scored_pair(number: int) -> dict[str, Any]:
+    return {"sentence1": words(24, number), "sentence2": words(24, number + 1), "score": number % 6 / 5}
 
 
 def _said(role: str, number: int, seed: int) -> dict[str, str]:
@@ -139,7 +163,7 @@ def model(path: str, kind: str, config: dict[str, Any], architecture: str = "") 
         target.mkdir(parents=True, exist_ok=True)
         body = {"model_type": kind, **({"architectures": [architecture]} if architecture else {}), **config}
         (target / "config.json").write_text(json.dumps(body))
-        tokenizer(target, "bert" if kind == "bert" else "gpt")
+        tokenizer(target, "bert" if kind in ("bert", "distilbert") else "gpt")
 
     return make
 
@@ -281,6 +305,19 @@ def _image_files(target: Path, number: int, side: int, classes: int, flat: bool)
         else:
             os.link(first[n % 32], file)
         yield name
+
+
+def boxes(path: str, number: int) -> Maker:
+    """Eight boxes of two classes for each of the flat folder's images, as YOLO reads them."""
+
+    def make(folder: Path) -> None:
+        chance = random.Random(0)
+        (folder / path).mkdir(parents=True, exist_ok=True)
+        for n in range(number):
+            lines = (f"{k % 2} {chance.random():.4f} {chance.random():.4f} 0.1 0.2" for k in range(8))
+            (folder / path / f"pet_{n % 4}_{n}.txt").write_text("\n".join(lines) + "\n")
+
+    return make
 
 
 def mnist(path: str) -> Maker:

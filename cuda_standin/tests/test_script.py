@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from cuda_standin.script.module_names import ModuleNames, Place
 
@@ -237,6 +238,50 @@ class Model(torch.nn.Module):
     assert ModuleNames(list(wrapped.modules())).of((lines["x = self.here(x)"], loop)).name == "layers.*"
 
 
+def test_the_share_of_a_weight_that_zero_3_keeps_is_a_weight(python, tmp_path):
+    source = """
+import torch
+weight = torch.nn.Parameter(torch.empty(0, device="cuda"))
+weight.ds_tensor = torch.ones(1 << 22, device="cuda")
+other = torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))
+class Half(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.other = weight, other
+    def forward(self):
+        return self.other * 2
+net = Half()
+opt = torch.optim.SGD([other], 0.1)
+for step in range(3):
+    net().sum().backward()
+    opt.step()
+"""
+    python(source, STANDIN_SCRIPT=request(tmp_path, steps=2), STANDIN_SKIP_BYTES=str(1 << 20), STANDIN_STRICT="0")
+
+    assert seen(tmp_path)["by_kind"]["weights"] == 20 << 20
+
+
+def test_buckets_of_gradients_are_gradients_before_and_after_they_are_put_in_order(python, tmp_path):
+    source = """
+import torch
+from cuda_standin import process_group
+process_group.install(world_size=2, rank=0)
+torch.distributed.init_process_group("nccl")
+layers = (torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.GELU()) for _ in range(4))
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers).cuda())
+opt = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(4):
+    opt.zero_grad()
+    net(torch.ones(8192, 512, device="cuda")).square().mean().backward()
+    opt.step()
+"""
+    for steps in (1, 3):
+        wanted = {"STANDIN_SCRIPT": request(tmp_path, steps=steps), "STANDIN_DEVICES": "2", "STANDIN_STRICT": "0"}
+        python(source, **wanted, STANDIN_SKIP_BYTES=str(1 << 20))
+        parts = {part["part"]: part["bytes"] for part in seen(tmp_path)["by_part"]}
+        assert parts["buckets of gradients"] == parts["weights"] == 4 * 512 * 512 * 4, (steps, parts)
+
+
 def test_folders_without_weights_give_weights_that_take_nothing(python, tmp_path):
     source = f"""
 import torch
@@ -254,6 +299,78 @@ assert peak < 2 << 30, peak
     )
     assert sorted(path.name for path in (tmp_path / "model").iterdir())[0] == "config.json"
     assert not list((tmp_path / "model").glob("*.safetensors"))
+
+
+def test_only_what_the_configuration_ties_is_left_out_of_a_file_of_zeros(python, tmp_path):
+    source = f"""
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM
+from transformers import BertConfig, LlamaConfig, T5Config
+small = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+for config, kind in (
+    (LlamaConfig(**small), AutoModelForCausalLM),
+    (LlamaConfig(tie_word_embeddings=True, **small), AutoModelForCausalLM),
+    (BertConfig(**small), AutoModelForMaskedLM),
+    (T5Config(d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2), AutoModelForSeq2SeqLM),
+):
+    config.save_pretrained({str(tmp_path / "model")!r})
+    model, found = kind.from_pretrained({str(tmp_path / "model")!r}, output_loading_info=True)
+    assert not found["missing_keys"], found
+    assert not any(parameter.count_nonzero() for parameter in model.parameters())
+"""
+    python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True))
+
+
+def test_a_head_that_no_checkpoint_has_is_not_in_a_file_of_zeros(python, tmp_path):
+    source = f"""
+from transformers import AutoModel, AutoModelForSequenceClassification, LlamaConfig
+small = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+LlamaConfig(architectures=["LlamaForCausalLM"], **small).save_pretrained({str(tmp_path / "model")!r})
+_, found = AutoModelForSequenceClassification.from_pretrained(
+    {str(tmp_path / "model")!r}, num_labels=1, output_loading_info=True
+)
+assert set(found["missing_keys"]) == {{"score.weight"}} and not found["mismatched_keys"], found
+_, found = AutoModel.from_pretrained({str(tmp_path / "model")!r}, output_loading_info=True)
+assert not found["missing_keys"], found
+"""
+    python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True))
+
+
+def test_zeros_larger_than_the_memory_of_the_host_are_several_files(python, tmp_path):
+    source = f"""
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+                     num_key_value_heads=8)
+config.architectures = ["LlamaForCausalLM"]
+config.save_pretrained({str(tmp_path / "model")!r})
+model, found = AutoModelForCausalLM.from_pretrained(
+    {str(tmp_path / "model")!r}, dtype=torch.bfloat16, output_loading_info=True
+)
+assert sum(p.numel() for p in model.parameters()) > 68e9 and not any(found[k] for k in found if "keys" in k), found
+peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
+assert peak < 2 << 30, peak
+"""
+    skipped = {"STANDIN_SKIP_BYTES": str(1 << 20), "STANDIN_STRICT": "0"}
+    python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True), **skipped)
+
+
+def test_zero_3_gets_its_share_of_weights_of_zeros(python, tmp_path):
+    source = f"""
+import torch
+from cuda_standin import process_group
+process_group.install(world_size=4, rank=0)
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.integrations import HfDeepSpeedConfig
+import deepspeed
+deepspeed.init_distributed()
+config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+config.save_pretrained({str(tmp_path / "model")!r})
+kept = HfDeepSpeedConfig(dict(train_micro_batch_size_per_gpu=1, zero_optimization=dict(stage=3)))
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r})
+assert model.lm_head.weight.ds_tensor.numel() == 64 * 64 // 4
+"""
+    variables = {"STANDIN_SKIP_BYTES": str(1 << 20), "STANDIN_STRICT": "0", "STANDIN_DEVICES": "4"}
+    python(source, STANDIN_SCRIPT=request(tmp_path, no_weights=True), **variables)
 
 
 def test_parts_of_a_diffusion_pipeline_without_weights_give_zeros(python, tmp_path):
@@ -298,6 +415,43 @@ peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
 assert peak < 2 << 30, peak
 """
     python(source, STANDIN_SCRIPT=request(tmp_path), STANDIN_SKIP_BYTES=str(1 << 20), STANDIN_STRICT="0")
+
+
+def test_an_answer_is_as_long_as_it_may_be_where_values_are_skipped(python, tmp_path):
+    source = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=1 << 17, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                     num_attention_heads=2, bos_token_id=1, eos_token_id=0, pad_token_id=2)
+model = LlamaForCausalLM(config).cuda()
+ids = torch.full((4, 5), 7, device="cuda")
+for sampled in (False, True):
+    assert model.generate(ids, max_new_tokens=9, do_sample=sampled, top_k=0).shape == (4, 14)
+for parameter in model.parameters():
+    parameter.data.zero_()
+print(model.generate(ids, max_new_tokens=9, do_sample=False).shape[1])
+"""
+    wanted = {"STANDIN_SCRIPT": request(tmp_path), "STANDIN_STRICT": "0"}
+
+    assert python(source, **wanted, STANDIN_SKIP_BYTES=str(1 << 18)) == "14"
+    assert python(source, **wanted) == "6"  # with values, the first of equal tokens ends it
+
+
+@pytest.mark.slow
+def test_a_compiled_loss_is_zero_and_not_what_its_memory_held_before(python, tmp_path):
+    source = """
+import torch
+before = [torch.full((8,), float("nan"), device="cuda") for _ in range(64)]
+del before
+@torch.compile
+def loss_of(x):
+    return (x.exp() - 1).square().sum(-1).sqrt().mean()
+print(loss_of(torch.randn(64, 64, device="cuda")).item())
+"""
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    variables = {"STANDIN_SKIP_BYTES": str(1 << 20), "STANDIN_STRICT": "0"}
+
+    assert python(source, STANDIN_SCRIPT=request(tmp_path), **variables, **caches) == "0.0"
 
 
 def test_the_python_that_runs_these_tests_is_the_stand_ins(python):

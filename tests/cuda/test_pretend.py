@@ -82,6 +82,19 @@ def test_a_loop_is_stopped_after_three_steps_and_its_memory_is_told(tmp_path, qu
     assert printed == [first.allocated_bytes, second.allocated_bytes]
 
 
+@pytest.mark.parametrize("said", [None, "2"])
+def test_one_thread_computes_small_values_unless_somebody_says_otherwise(said, tmp_path, quiet, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    path = script(tmp_path, "import torch; print(torch.get_num_threads())")
+
+    lowtide.pretend(["python", path], "h100", output=quiet)
+
+    quiet.seek(0)
+    assert quiet.read().split() == [said or "1"]
+
+
 def test_memory_that_runs_out_is_told_with_its_line_and_pytorchs_words(tmp_path, quiet):
     path = script(tmp_path, MODEL + LOOP)
 

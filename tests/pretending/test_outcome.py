@@ -62,6 +62,13 @@ def test_the_verdict_follows_from_what_ended_the_script(changes, verdict, fits):
     assert str(report)
 
 
+def test_weights_that_a_script_changes_by_itself_are_said_to_be_no_steps():
+    said = "Backward ran: what changes weights without an optimizer of PyTorch's is not seen as a step."
+
+    assert said in of(steps=[], stages=[{"stage": "backward"}]).notes
+    assert said not in of(steps=[], stages=[{"stage": "forward"}]).notes and said not in of().notes
+
+
 def test_the_peak_is_the_highest_step_and_what_came_after_the_last():
     assert (of().peak_allocated_bytes, of().peak_reserved_bytes) == (10 * GIB, 12 * GIB)
     later = of(after_last_step={"allocated_bytes": 11 * GIB, "reserved_bytes": 13 * GIB})

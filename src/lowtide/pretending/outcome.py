@@ -166,6 +166,8 @@ def _notes(run: CommandRun, steps: tuple[StepPeak, ...], first: OutOfMemory | No
         found.append(f"The command was ended because {run.ended_because}; it had reached {reached}.")
     elif not steps and not run.exit_code:
         found.append("The command ended without an optimizer step on the device.")
+        if any(stage["stage"] == "backward" for stage in run.seen.get("stages", ())):
+            found.append("Backward ran: what changes weights without an optimizer of PyTorch's is not seen as a step.")
     if first is not None and first.was_caught:
         found.append("The script caught an out-of-memory error and went on.")
     if run.exit_code and first is None and _NETWORK.search(run.last_words):

@@ -28,6 +28,7 @@ _BY_FRAME = (
     ("torch/distributed/_composable/fsdp/", "foreach_reduce", "gradients to be reduced", "gradients"),
     ("torch/distributed/_composable/fsdp/", "", "gathered weights", "weights"),
     ("torch/nn/parallel/distributed.py", "__init__", "buckets of gradients", "gradients"),
+    ("torch/nn/parallel/distributed.py", "_pre_forward", "buckets of gradients", "gradients"),  # in the order of use
     ("deepspeed/runtime/zero/partition_parameters.py", "", "gathered weights", "weights"),
     ("deepspeed/runtime/zero/", "__init__", "buffers of the sharded optimizer", "optimizer"),
     ("deepspeed/runtime/zero/stage", "", "gradients of the sharded optimizer", "gradients"),

@@ -59,6 +59,7 @@ def _parameter(parameter: Any, found: Addresses) -> None:
     with contextlib.suppress(Exception):  # a parameter that is none: a property that raises
         for name in ("grad", "main_grad"):
             found[_address(getattr(parameter, name, None))] = "gradients"
+        found.setdefault(_address(getattr(parameter, "ds_tensor", None)), "weights")  # ZeRO-3: this rank's share
     scales = getattr(parameter, "quant_state", None)  # bitsandbytes
     for value in vars(scales).values() if hasattr(scales, "__dict__") else ():
         found.setdefault(_address(value), "weights")

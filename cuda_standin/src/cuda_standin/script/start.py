@@ -7,6 +7,7 @@ from cuda_standin.script import (
     clock,
     compiling,
     deepspeed_ops,
+    generation,
     out_of_memory,
     ranks,
     record,
@@ -27,6 +28,7 @@ def start(torch: ModuleType) -> None:
     compiling.install()
     weights.install(wanted)
     deepspeed_ops.install()
+    generation.install()
     peaks = Peaks(torch)
 
     def device_is_used() -> None:  # CUDA's first use

@@ -18,6 +18,7 @@ from cuda_standin.script.request import Request, request
 
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int64": "I64", "int32": "I32",
           "uint8": "U8", "int8": "I8", "bool": "BOOL"}  # fmt: skip
+_OF_A_FILE = 5_000_000_000  # bytes
 _PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*pytorch_model*.bin", "*pytorch_model*.index.json")
 
 
@@ -64,40 +65,75 @@ def _diffusers(model_class: Any, folder: Path) -> Path:
 
 def _transformers(model_class: Any, folder: Path) -> Path:
     import torch
-    from transformers import AutoConfig
+    import transformers
 
-    config = AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    # What a hub has is the model that the configuration names. A new head on it is none of its weights.
+    stored = getattr(transformers, (config.architectures or [""])[0], model_class)
+    if isinstance(config, getattr(stored, "config_class", None) or ()):
+        model_class = stored
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"):
-        model = model_class._from_config(config) if hasattr(model_class, "_from_config") else model_class(config)
-    shared = set(getattr(model, "_tied_weights_keys", None) or ())
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in shared}
-    return folder_with_hole(state, dtype, folder, "model.safetensors")
+        model = model_class(config)  # not `_from_config`: under ZeRO-3 it shares out what it makes
+    return folder_with_hole(_each_once(model), dtype, folder, "model.safetensors")
+
+
+def _each_once(model: Any) -> dict[str, Any]:
+    """The model's state, a tied tensor under its first name only: whether two are tied is the configuration's say."""
+    known: set[int] = set()
+    state = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in known:
+            state[name] = tensor
+        known.add(id(tensor))
+    return state
 
 
 def folder_with_hole(state: dict[str, Any], dtype: Any, folder: Path, name: str) -> Path:
     """A folder with links to the files of ``folder`` and with ``name``, a hole but for its header.
+
+    It is several files above ``_OF_A_FILE``, as on hubs: the system refuses to map one that is larger than its memory.
 
     Args:
         state: Tensors on ``meta``; those of floating point have ``dtype`` in the file.
     """
     import torch
 
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    parts: list[dict[str, tuple[str, list[int], int]]] = [{}]
+    filled = 0
     for key, tensor in state.items():
         kept = dtype if tensor.is_floating_point() else tensor.dtype
         size = tensor.numel() * torch.empty(0, dtype=kept).element_size()
-        header[key] = {"dtype": _TYPES[str(kept).removeprefix("torch.")], "shape": list(tensor.shape),
-                       "data_offsets": [at, at + size]}  # fmt: skip
-        at += size
+        if filled and filled + size > _OF_A_FILE:
+            parts.append({})
+            filled = 0
+        parts[-1][key] = (_TYPES[str(kept).removeprefix("torch.")], list(tensor.shape), size)
+        filled += size
     made = Path(tempfile.mkdtemp(prefix="weights-", dir=request().folder))
     for file in folder.iterdir():
         (made / file.name).symlink_to(file.resolve())
+    if len(parts) == 1:
+        _write_hole(parts[0], made / name)
+        return made
+    stem, end = name.rsplit(".", 1)
+    names = [f"{stem}-{number:05}-of-{len(parts):05}.{end}" for number in range(1, len(parts) + 1)]
+    for part, file_name in zip(parts, names, strict=True):
+        _write_hole(part, made / file_name)
+    total = sum(size for part in parts for _, _, size in part.values())
+    where = {key: file_name for part, file_name in zip(parts, names, strict=True) for key in part}
+    (made / f"{name}.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}))
+    return made
+
+
+def _write_hole(tensors: dict[str, tuple[str, list[int], int]], path: Path) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for key, (kind, shape, size) in tensors.items():
+        header[key] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with (made / name).open("wb") as file:
+    with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
-    return made
