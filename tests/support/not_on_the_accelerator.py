@@ -146,7 +146,7 @@ _LIBRARY = "the test needs cuSOLVER, which the stand-in does not have"
 _PADDED = "attention there rounds the test's lengths up: sizes follow from those of no other lengths"
 LEFT_OUT_OF_CUDA = {
     "device/test_default_device.py::test_other_accelerators": _DEFAULT,
-    "doctor/test_gains.py::test_a_tensor_at_the_address_of_a_dead_copy": "no tensor of the test gets that address there",
+    "doctor/test_gains.py::test_a_tensor_at_the_address_of_a_dead_copy": "no tensor gets that address there",
     "measurement/test_allocator.py::test_conv2d_has_workspace": _CPUS,
     "models/test_layers.py::test_a_parametrized_weight_trains_bitwise_and_its_buffers_move_once[orthogonal]": _LIBRARY,
     "models/test_zoo.py::test_an_architecture_trains_bitwise_at_the_tightest_budget_and_at_half[llama]": _TOY,

@@ -44,8 +44,8 @@ SCATTERS = frozenset({
 })  # fmt: skip
 # Words that are weighted at a time: few, and made once, since a step that is within its budget has no room.
 _CPU_WEIGHTS = torch.arange(1, 1 << 14, 2, dtype=torch.int64, device="cpu")
-# On a device, where kernels have to be launched: a sheet, whose rows and columns are summed before they are weighted. It
-# is flat: for columns of 1024 words CUDA's sum takes a workspace of twice the sheet.
+# On a device, where kernels have to be launched: a sheet, whose rows and columns are summed before they are weighted.
+# It is flat: for columns of 1024 words CUDA's sum takes a workspace of twice the sheet.
 _ROWS, _COLUMNS = 1 << 8, 1 << 12
 COMMUNICATES = frozenset({*COLLECTIVES, "fsdp"})
 DROPOUT = "dropout_p"
