@@ -136,7 +136,7 @@ def _looked_at(context_fn: Callable[[], Any], look: Callable[[Any], None]) -> Ca
     return context_fn if context_fn is torch_checkpoint.noop_context_fn else contexts
 
 
-def _generator() -> Callable[..., Iterator[None]]:
+def _generator() -> Callable[..., Any]:
     """What surrounds a checkpointed call that is not reentrant, called as PyTorch 2.14 calls it."""
     if _IS_APART:
         return getattr(torch_checkpoint, _APART)
@@ -150,7 +150,9 @@ def _generator() -> Callable[..., Iterator[None]]:
 
 def _replaced(generator: Callable[..., Iterator[None]], function: Any) -> AbstractContextManager[Any]:
     if _IS_APART:
-        return patch.multiple(torch_checkpoint, CheckpointFunction=function, **{_APART: generator})
+        return patch.multiple(
+            torch_checkpoint, CheckpointFunction=function, _checkpoint_without_reentrant_generator_impl=generator
+        )
 
     def together(
         run: Any, preserve_rng_state: bool = True, context_fn: Any = torch_checkpoint.noop_context_fn,
