@@ -1,5 +1,7 @@
 """Work that runs as late as events allow: what forgets to wait reads what was there before."""
 
+import weakref
+
 import pytest
 
 import cuda_standin
@@ -104,6 +106,24 @@ def test_a_training_step_is_the_same_however_late(which):
     plain = step()
     with cuda_standin.run_late(which):
         assert step() == plain
+
+
+def test_what_attention_keeps_on_the_host_is_as_at_once_and_goes_when_the_step_lets_go():
+    def step():
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 2, 32, 16, device="cuda", requires_grad=True) for _ in range(3))
+        made = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.5, False)
+        gradients = torch.autograd.grad(made[0].square().sum(), [q, k, v])
+        return [made[0].detach().cpu(), *(g.cpu() for g in gradients)]
+
+    at_once = step()
+    with cuda_standin.run_late("all"):
+        assert all(map(torch.equal, step(), at_once))
+        q = torch.ones(1, 1, 8, 8, device="cuda")
+        made = torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.5, False)
+        storages = [weakref.ref(t.untyped_storage()) for t in made]
+        del made
+        assert [storage() for storage in storages] == [None] * 4
 
 
 def test_an_operator_whose_result_has_a_size_by_values_waits(ones):

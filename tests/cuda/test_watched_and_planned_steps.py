@@ -6,6 +6,7 @@ from support.training_steps import mlp
 
 import lowtide
 from lowtide.device.timing import Spans
+from lowtide.tracing.operators import fingerprint
 
 NO_HOST = lowtide.Offload(host_budget=None)
 
@@ -71,3 +72,17 @@ def test_ops_of_a_watched_step_are_timed_by_events_and_nobody_waits_for_them(tra
     assert all(span.begin is not None and span.ms() >= 0 for span in recorded)
     assert all(ms >= 0 for ms in fit.costs.op_ms) and sum(fit.costs.op_ms) > 0
     assert fit.status().reasons == ()
+
+
+@pytest.mark.parametrize("size", [1, 8, 4097 * 8, 1 << 23, (1 << 26) + 24])
+def test_a_fingerprint_takes_little_memory_and_shows_a_swap(cuda, size):
+    tensor = torch.arange(size, device=cuda).to(torch.uint8)
+    tensor[-1] = 255
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = fingerprint(tensor)
+
+    assert torch.cuda.max_memory_allocated() - before <= 1 << 18
+    assert fingerprint(tensor) == found
+    tensor[0], tensor[-1] = tensor[-1].clone(), tensor[0].clone()
+    assert size == 1 or fingerprint(tensor) != found

@@ -56,7 +56,7 @@ def test_flops_are_exact_and_nothing_is_allocated_for_them():
 
 
 def test_attention_on_cpu_counts_two_products_forward_and_five_backward():
-    q = torch.rand(2, 3, 8, 16)
+    q = torch.rand(2, 3, 8, 16, device="cpu")
     forward = aten._scaled_dot_product_flash_attention_for_cpu.default
     out, log_sum = forward(q, q, q)
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -77,7 +77,7 @@ def test_causal_attention_counts_the_scores_up_to_each_query(queries, keys, scor
 
 
 def test_backward_of_causal_attention_counts_them_too():
-    q = torch.rand(2, 3, 8, 16)
+    q = torch.rand(2, 3, 8, 16, device="cpu")
     out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 

@@ -269,10 +269,11 @@ def test_a_package_that_asks_once_for_cuda_sees_what_is_here(capsys, tmp_path, m
         "def setup():\n    return torch.nn.Linear(8, 8).cuda(), torch.randn(4, 8).cuda()\n"
     )
 
+    is_here = torch.cuda.is_available()
     code, body = plan(capsys, "--model", f"{tmp_path}/quantised.py:setup", "--device", "h100", "--precision", "fp32")
 
     assert (code, body["status"]) == (0, "ok")
-    assert sys.modules["bitsandbytes"].CUDA_IS_HERE is torch.cuda.is_available() is False
+    assert sys.modules["bitsandbytes"].CUDA_IS_HERE is torch.cuda.is_available() is is_here
 
 
 def test_adapters_of_a_model_without_memory_take_none(model):

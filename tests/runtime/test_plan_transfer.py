@@ -9,7 +9,7 @@ from support.plan_transfer import plan_for
 from support.quick import examples
 from support.strategies import small_cases
 from support.toy_graphs import chain, decoder_costs, unit_costs
-from support.watched_shapes import decoder_family, decoder_of, model_of, watched
+from support.watched_shapes import TOKENS, decoder_family, decoder_of, model_of, watched
 
 import lowtide
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError
@@ -110,7 +110,7 @@ def test_a_transferred_plan_runs_the_real_model_bitwise():
     longest = family.examples[-1]
     plan = lowtide.solve(longest.graph, longest.costs, method="full")
     derived = family.derive((2, 80))
-    ids = torch.randint(3, 64, (2, 80))
+    ids = torch.randint(3, 64, (2, 80 * TOKENS))
     batch = {"input_ids": ids, "labels": ids}
 
     model = model_of("llama")

@@ -28,7 +28,8 @@ def test_the_process_is_polite_small_and_apart(planner):
 
     assert child.nice() > psutil.Process().nice()
     assert {child.environ()[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} == {"1"}
-    assert not [m.path for m in child.memory_maps() if "torch" in m.path or "cuda" in m.path]
+    mapped = [m.path.rpartition("site-packages")[2] for m in child.memory_maps()]
+    assert not [path for path in mapped if "torch" in path or "cuda" in path]
     # Ctrl-C in a terminal goes to the group, and shares of the processor go to sessions.
     assert os.getpgid(child.pid) == child.pid and os.getsid(child.pid) == os.getsid(0)
     child.send_signal(signal.SIGINT)

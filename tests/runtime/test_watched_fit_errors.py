@@ -54,7 +54,7 @@ def test_a_step_that_took_more_than_the_budget_for_a_proof_is_told():
         status = fit.status()
 
     assert status.observed_peak_bytes > budget
-    assert ["more than the budget" in reason for reason in status.reasons] == [True]
+    assert sum("more than the budget" in reason for reason in status.reasons) == 1
 
 
 def test_a_budget_below_the_weights_is_refused(model):
@@ -286,8 +286,7 @@ def test_writes_through_data_that_no_version_counts_are_found_within_sixteen_ste
             loop(16)
         assert fit.status().planned_steps < 16
 
-        monkeypatch.setattr("lowtide.tape.tape.sum_of_words", lambda tensor: 0)
-        monkeypatch.setattr("lowtide.tape.storage_bits.sum_of_words", lambda tensor: 0)
+        monkeypatch.setattr("lowtide.tape.storage_bits._sum_there", lambda tensor: torch.zeros((), dtype=torch.int64))
         loop(16)  # without the seals nothing tells
 
 
@@ -322,6 +321,7 @@ def test_what_waits_for_the_planner_is_asked_with_the_lower_budget(model):
     budget = 2 * resident_bytes(model) + 4 * activation_bytes(model, batch_of(256))
     with lowtide.fit(model, budget=budget) as fit:
         model(batch_of()).square().mean().backward()
+        fit._lifecycle.request_plans(waits=True)  # the times of its ops may not be known yet
         plans_by_shape, lower = fit._lifecycle.plans_by_shape, int(0.9 * budget)
         # As a larger batch that came meanwhile.
         plans_by_shape._next.append((plans_by_shape._asked.shapes, plans_by_shape._asked.request))

@@ -67,14 +67,15 @@ def plain_peak(graph, costs):
 
 
 def lifetimes(graph):
-    """(op, output) -> the ops that ran when Python and when autograd let the storage go."""
+    """(op, output) -> the ops that ran when Python and when autograd let the storage go, if the device has it."""
     now, found = 0, {}
     for kind, number in graph.events:
         if kind == RUN:
             now = number
         elif kind == FREE:
             s = graph.storages[number]
-            found[s.op, s.output, "python"] = now
+            if s.bytes:
+                found[s.op, s.output, "python"] = now
         elif kind == RELEASE:
             s = graph.storages[graph.saved[number]]
             found[s.op, s.output, "autograd"] = now

@@ -143,11 +143,16 @@ LEFT_OUT = {
 }
 
 _LIBRARY = "the test needs cuSOLVER, which the stand-in does not have"
+_PADDED = "attention there rounds the test's lengths up: sizes follow from those of no other lengths"
 LEFT_OUT_OF_CUDA = {
     "device/test_default_device.py::test_other_accelerators": _DEFAULT,
+    "doctor/test_gains.py::test_a_tensor_at_the_address_of_a_dead_copy": "no tensor gets that address there",
     "measurement/test_allocator.py::test_conv2d_has_workspace": _CPUS,
     "models/test_layers.py::test_a_parametrized_weight_trains_bitwise_and_its_buffers_move_once[orthogonal]": _LIBRARY,
     "models/test_zoo.py::test_an_architecture_trains_bitwise_at_the_tightest_budget_and_at_half[llama]": _TOY,
+    "runtime/test_block_rounding.py::test_a_model_on_an_accelerator": _PADDED,
+    "runtime/test_plan_transfer.py::test_a_plan_for_the_longest_batch": _PADDED,
+    "runtime/test_shape_family.py::test_a_fourth_length_follows_exactly_from_three[gpt2": "a sum takes a workspace there from more rows on",  # noqa: E501
     "tape/offload/test_offloaded_tensor.py::test_any_mixture_of_saved_recomputed_and_moved_gives_the_same_bits_and_the_predicted_peak": "five of eleven mixtures take up to 12 KiB less than predicted there; not looked into",  # noqa: E501
     "tape/test_guards_kernels.py::test_views_are_wrong_without_their_strides_or_bits[complex_conj]": _CPU_OP,
 }

@@ -3,7 +3,8 @@
 Two devices are known: ``standin``, the tests' own accelerator, and ``cuda``, PyTorch's CUDA build on its stand-in. A
 test that names no device then makes its tensors there, where streams run late. ``LEFT_OUT`` has the tests that cannot
 run so, by the beginning of their id, each with its reason; ``LEFT_OUT_OF_CUDA`` has more. For those in ``MODEL_ALONE``
-the allocator does not tell what else is allocated, and its segments grow, so that it splits every block.
+the allocator does not tell what else is allocated, nor the peak of a step with that in it, and its segments grow, so
+that it splits every block.
 """
 
 import importlib
@@ -18,7 +19,7 @@ from support.not_on_the_accelerator import LEFT_OUT, LEFT_OUT_OF_CUDA, MODEL_ALO
 
 from lowtide import api
 from lowtide.measurement import allocator
-from lowtide.runtime import budget
+from lowtide.runtime import budget, step_memory
 from lowtide.tracing import tracer
 
 _STARTED_WORK = "started work on the accelerator"
@@ -74,6 +75,8 @@ class Switched:
         with pytest.MonkeyPatch.context() as patch, self._device.expandable_segments(alone):
             for module in (tracer, budget) if alone else ():
                 patch.setattr(module, "device_bytes", lambda device: None)
+            if alone:
+                patch.setattr(step_memory, "is_accelerator", lambda device: False)
             return (yield)
 
     @pytest.hookimpl(wrapper=True)

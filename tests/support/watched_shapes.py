@@ -14,6 +14,8 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.runtime.shape_family import ShapeFamily
 
 VOCABULARY = 64
+# Tokens of a length: CUDA's attention counts in blocks of 64, and a CPU's takes another workspace from 192 tokens on.
+TOKENS = 4 if torch.get_default_device().type == "cuda" else 1
 MODELS = ("llama", "gpt2", "bert")
 
 
@@ -29,6 +31,8 @@ def model_of(kind: str, layers: int = 2) -> torch.nn.Module:
         settings |= dict(
             hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2
         )
+    if kind == "bert":
+        settings |= dict(max_position_embeddings=1024)
     make = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
     torch.manual_seed(0)
     return make.from_config(AutoConfig.for_model(kind, **settings)).train()
@@ -37,6 +41,7 @@ def model_of(kind: str, layers: int = 2) -> torch.nn.Module:
 @cache
 def watched(kind: str, batch: int, length: int, *, padded: bool, layers: int = 2) -> StepGraph:
     """The traced step of one batch; of a padded one the first row is half as long."""
+    length *= TOKENS
     ids = torch.randint(
         3, VOCABULARY, (batch, length), generator=torch.Generator(torch.get_default_device()).manual_seed(length)
     )

@@ -15,6 +15,10 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 Policy = Callable[..., Any]
+# From PyTorch 2.14 on, ``checkpoint`` calls this one, which takes the function's arguments apart from the options.
+_APART = "_checkpoint_without_reentrant_generator_impl"
+_IS_APART = hasattr(torch_checkpoint, _APART)
+_OPTIONS = "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"  # in their order up to 2.13
 
 
 class CheckpointObserver(Protocol):
@@ -37,7 +41,7 @@ def plain_calls(only: Collection[int] | None = None) -> Iterator[None]:
     def is_plain() -> bool:
         return torch.is_grad_enabled() and (next(numbers) in only if only is not None else True)
 
-    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+    generator, function = _generator(), torch_checkpoint.CheckpointFunction
 
     def plain_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
         if is_plain():
@@ -57,17 +61,17 @@ def plain_calls(only: Collection[int] | None = None) -> Iterator[None]:
 @contextmanager
 def changed_policies(change: Callable[[Policy], Policy]) -> Iterator[None]:
     """Inside, selective checkpointing asks ``change(policy)`` in place of the policy."""
-    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+    generator, function = _generator(), torch_checkpoint.CheckpointFunction
 
     def asking_another(
-        run: Any, preserve: bool = True, context_fn: Any = torch_checkpoint.noop_context_fn, *args: Any, **kwargs: Any
+        run: Any, args: tuple, kwargs: dict, *, context_fn: Any = torch_checkpoint.noop_context_fn, **options: Any
     ) -> Iterator[None]:
         def look(made: Any) -> None:
             for mode in made:
                 if isinstance(mode, torch_checkpoint._CachingTorchDispatchMode):
                     mode.policy_fn = change(mode.policy_fn)
 
-        yield from generator(run, preserve, _looked_at(context_fn, look), *args, **kwargs)
+        yield from generator(run, args, kwargs, context_fn=_looked_at(context_fn, look), **options)
 
     with _replaced(asking_another, function):
         yield
@@ -76,21 +80,22 @@ def changed_policies(change: Callable[[Policy], Policy]) -> Iterator[None]:
 @contextmanager
 def observed_calls(observer: CheckpointObserver) -> Iterator[None]:
     """Inside, ``observer`` is told of every checkpointed call."""
-    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+    generator, function = _generator(), torch_checkpoint.CheckpointFunction
 
     def again(call: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with observer.running(call, again=True):
             return run(*args, **kwargs)
 
     def observed_generator(
-        run: Any, preserve: bool = True, context_fn: Any = torch_checkpoint.noop_context_fn, *args: Any, **kwargs: Any
-    ) -> Iterator[None]:
-        determinism, debug, early_stop, *given = args
-        call = observer.begin(run, tuple(given), kwargs, reentrant=False, preserve_rng_state=preserve)
-        seen = _looked_at(context_fn, functools.partial(observer.contexts, call))
-        inner = generator(
-            functools.partial(again, call, run), preserve, seen, determinism, debug, early_stop, *given, **kwargs
+        run: Any, args: tuple, kwargs: dict, *, preserve_rng_state: bool = True,
+        context_fn: Any = torch_checkpoint.noop_context_fn, **options: Any,
+    ) -> Iterator[None]:  # fmt: skip
+        call = observer.begin(run, args, kwargs, reentrant=False, preserve_rng_state=preserve_rng_state)
+        options |= dict(
+            preserve_rng_state=preserve_rng_state,
+            context_fn=_looked_at(context_fn, functools.partial(observer.contexts, call)),
         )
+        inner = generator(functools.partial(again, call, run), args, kwargs, **options)
         next(inner)
         try:
             with observer.running(call):
@@ -131,9 +136,33 @@ def _looked_at(context_fn: Callable[[], Any], look: Callable[[Any], None]) -> Ca
     return context_fn if context_fn is torch_checkpoint.noop_context_fn else contexts
 
 
-def _replaced(generator: Any, function: Any) -> AbstractContextManager[Any]:
+def _generator() -> Callable[..., Any]:
+    """What surrounds a checkpointed call that is not reentrant, called as PyTorch 2.14 calls it."""
+    if _IS_APART:
+        return getattr(torch_checkpoint, _APART)
+    together = torch_checkpoint._checkpoint_without_reentrant_generator
+
+    def apart(run: Any, args: tuple, kwargs: dict, **options: Any) -> Iterator[None]:
+        return together(run, *map(options.get, _OPTIONS), *args, **kwargs)
+
+    return apart
+
+
+def _replaced(generator: Callable[..., Iterator[None]], function: Any) -> AbstractContextManager[Any]:
+    if _IS_APART:
+        return patch.multiple(
+            torch_checkpoint, CheckpointFunction=function, _checkpoint_without_reentrant_generator_impl=generator
+        )
+
+    def together(
+        run: Any, preserve_rng_state: bool = True, context_fn: Any = torch_checkpoint.noop_context_fn,
+        determinism_check: str = "default", debug: bool = False, early_stop: bool = True, *args: Any, **kwargs: Any,
+    ) -> Iterator[None]:  # fmt: skip
+        options = dict(zip(_OPTIONS, (preserve_rng_state, context_fn, determinism_check, debug, early_stop)))
+        return generator(run, args, kwargs, **options)
+
     return patch.multiple(
-        torch_checkpoint, _checkpoint_without_reentrant_generator=generator, CheckpointFunction=function
+        torch_checkpoint, CheckpointFunction=function, _checkpoint_without_reentrant_generator=together
     )
 
 

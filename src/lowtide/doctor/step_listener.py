@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from lowtide.doctor import checkpoint_seam
+from lowtide.tracing import function_calls, module_calls
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.operators import draws_random_numbers, fingerprint, storage_of, tensors_in
 from lowtide.tracing.other_generators import HostGenerators
@@ -23,7 +24,6 @@ from lowtide.tracing.other_generators import HostGenerators
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(__file__).parent.parent))
 _LIBRARIES = ("/site-packages/", "/dist-packages/")
 _AROUND_THE_STEP = str(Path(__file__).parent / "step_under_test.py")
-_FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__
 # Recomputing makes them anew, or leaves them out, where the values are the same.
 EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
 _NO_VALUE = EMPTY | {
@@ -165,6 +165,7 @@ class StepListener(TorchDispatchMode):
             stack.callback(torch_module.register_module_forward_pre_hook(self._enter).remove)
             stack.callback(torch_module.register_module_forward_hook(self._leave, always_call=True).remove)
             stack.enter_context(checkpoint_seam.observed_calls(self))
+            stack.callback(function_calls.install(module_calls.thread_state))
             stack.enter_context(self)
             yield
 
@@ -353,7 +354,7 @@ def _line(frame: Any) -> str:
 
 def _in_function() -> bool:
     """Whether an autograd Function of the user's stores tensors now."""
-    return any(frame.f_code is _FUNCTION_APPLY for frame in frames())
+    return any(map(function_calls.is_call, frames()))
 
 
 def _counting(policy: Any, counts: Counter[tuple[str, str]]) -> Any:

@@ -257,6 +257,11 @@ def install(thread_state: Any) -> Callable[[], None]:
     return undo
 
 
+def is_call(frame: Any) -> bool:
+    """Whether ``frame`` is of a Function's call, as far as calls are seen."""
+    return frame.f_code is _apply.__code__
+
+
 def looked_up_late(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``; where it is a ``F.apply`` that was bound before, one that looks ``apply`` up when it is called."""
     of = getattr(function, "__self__", None)

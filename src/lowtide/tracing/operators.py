@@ -44,8 +44,9 @@ SCATTERS = frozenset({
 })  # fmt: skip
 # Words that are weighted at a time: few, and made once, since a step that is within its budget has no room.
 _CPU_WEIGHTS = torch.arange(1, 1 << 14, 2, dtype=torch.int64, device="cpu")
-# On a device, where kernels have to be launched: a square, whose rows and columns are summed before they are weighted.
-_SIDE = 1 << 10
+# On a device, where kernels have to be launched: a sheet, whose rows and columns are summed before they are weighted.
+# It is flat: for columns of 1024 words CUDA's sum takes a workspace of twice the sheet.
+_ROWS, _COLUMNS = 1 << 8, 1 << 12
 COMMUNICATES = frozenset({*COLLECTIVES, "fsdp"})
 DROPOUT = "dropout_p"
 UNINITIALISED = "makes uninitialised memory"
@@ -184,13 +185,13 @@ def _sums_on_cpu(words: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _sums_on_device(words: torch.Tensor) -> list[torch.Tensor]:
-    """There is no integer ``dot`` there. Some vectors of ``_SIDE`` words are all that this allocates."""
-    weights = torch.arange(1, 2 * _SIDE, 2, dtype=torch.int64, device=words.device)
-    square = words[: words.numel() // _SIDE * _SIDE].view(-1, _SIDE)
-    last = words[square.numel() :]
+    """There is no integer ``dot`` there. Some vectors of ``_COLUMNS`` words are all that this allocates."""
+    weights = torch.arange(1, 2 * _COLUMNS, 2, dtype=torch.int64, device=words.device)
+    sheets = words[: words.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
+    last = words[sheets.numel() :]
     of_last = (last * weights[: last.numel()]).sum()
     by_row, by_column = torch.zeros_like(of_last), torch.zeros_like(of_last)
-    for i, rows in enumerate(square.split(_SIDE)):
+    for i, rows in enumerate(sheets.split(_ROWS)):
         by_row += (rows.sum(1) * weights[: len(rows)]).sum() * (2 * i + 1)
         by_column += (rows.sum(0) * weights).sum() * (2 * i + 1)
     return [of_last, by_row, by_column]

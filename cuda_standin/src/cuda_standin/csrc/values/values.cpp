@@ -411,7 +411,8 @@ class WithValues : public c10::OperatorKernel {
     Below below;
     auto view = [&](const Tensor& t) { return is_cuda(t) ? on_host(t) : defers ? t.clone() : t; };
     for (const IValue& v : in) deferred->call.in.push_back(v.isGenerator() ? IValue() : replaced(v, view));
-    for (const IValue& v : out) deferred->call.out.push_back(replaced(v, [&](const Tensor& t) { return on_host(t); }));
+    // Of a host tensor (attention's seed) the original has made the value: late work would only keep it alive.
+    for (const IValue& v : out) deferred->call.out.push_back(replaced(v, view));
     if (defers) {
       deferred->late = true;
       submit(stream, deferred, [](Deferred& d) { d.run(); });
