@@ -94,3 +94,38 @@ def test_a_first_micro_batch_after_later_ones_does_with_less():
     assert adding.before_bytes == making.before_bytes + weights
     assert making.predicted_overhead < adding.predicted_overhead
     assert status.planned_steps == status.steps == 2
+
+
+def test_gradients_that_are_freed_between_forward_and_backward_are_there_in_forward():
+    """``loss = model(x); optimizer.zero_grad(); loss.backward()``, as Lightning does it."""
+    model, x = Layered(), batch_of()
+    plain = copy.deepcopy(model)
+    weights = resident_bytes(model)
+    budget = 2 * weights + x.nbytes + int(0.6 * activation_bytes(model, x))
+
+    def train(model, steps, fit=None):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(3)
+        losses, peaks = [], []
+        for _ in range(steps):
+            there = weights + x.nbytes + sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+
+            def step():
+                loss = model(x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                losses.append(loss.item())
+
+            peaks.append(there + peak_bytes(step))
+            if fit is not None:
+                fit.wait()
+            optimizer.step()
+        return losses, peaks
+
+    with lowtide.fit(model, budget=budget) as fit:
+        losses, peaks = train(model, 5, fit)
+        status = fit.status()
+    expected, plain_peaks = train(plain, 5)
+
+    assert losses == expected and status.in_force
+    assert max(peaks[1:]) <= budget < max(plain_peaks)

@@ -5,6 +5,7 @@ Autograd makes a gradient where the parameter has none (``zero_grad()`` has free
 """
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import replace
 
 from lowtide.graph.memo import once_per_graph
@@ -19,7 +20,11 @@ def makes_gradients(graph: StepGraph) -> bool:
 @once_per_graph
 def with_gradients_before(graph: StepGraph) -> StepGraph:
     """The step where every gradient is there before: what backward makes is added to it, and goes."""
-    new = {s.id for s in graph.storages if s.kind == NEW_GRADIENT}
+    return with_these_before(graph, {s.id for s in graph.storages if s.kind == NEW_GRADIENT})
+
+
+def with_these_before(graph: StepGraph, new: Collection[int]) -> StepGraph:
+    """The step where these gradients, which backward makes, are there before."""
     if not new:
         return graph
     last: dict[int, int] = {}

@@ -24,7 +24,8 @@ from lowtide.device.names import device_name, is_accelerator
 from lowtide.errors import UnsupportedModelError
 from lowtide.estimation.roofline import estimate
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import DROP, RELEASE, UNPACK, StepGraph
+from lowtide.graph.gradients import with_these_before
+from lowtide.graph.step_graph import DROP, NEW_GRADIENT, RELEASE, UNPACK, StepGraph
 from lowtide.measurement.allocator import seen_on_cpu
 from lowtide.runtime.watched_times import WatchedTimes
 from lowtide.tape.online.online_calls import KnownCalls
@@ -82,6 +83,7 @@ class WatchedStep(OnlineTape):
         self.found_gathered = False
         self._batch = ""
         self.problem_of_recording = ""
+        self._had_gradients: set[str] = set()  # names of parameters that had one when the step began
         self._received: set[str] = set()  # names of parameters that had a gradient when a backward had ended
 
     def begin_call(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -95,6 +97,7 @@ class WatchedStep(OnlineTape):
             # Of parameters what ZeRO-3 has gathered by now, and not what it leaves gathered at the end.
             before = resident_bytes(model, batch, device_of(model), set())
             self._resident = {part: before[part] for part in ("parameters", "batch")}
+            self._had_gradients = {name for name, p in model.named_parameters() if p.grad is not None}
             self._other_bytes = before["other"]
             self._batch = describe_batch(batch)
         self._builder.calls.append(module_calls.call_signature(model, args, kwargs))
@@ -263,12 +266,16 @@ class WatchedStep(OnlineTape):
         if is_accelerator(graph.device):  # at the end, what the caller holds of the step is there too
             self._resident["other"] = max(0, self._other_bytes - existing_state_bytes(optimizer))
         targets = self.recorder.sums.targets
+        new = self.recorder.new_gradients
+        again = {number for name in self._had_gradients & new.keys() for number in new[name]}
         self.recorder.stop()
         graph = replace(
             graph,
             resident={**graph.resident, **self._resident},
             provenance={**graph.provenance, "batch": self._batch, "source": "watched step"},
         )
+        # Lightning frees the last step's gradients between forward and backward: in forward they are there.
+        graph = with_these_before(graph, {n for n in again if graph.storages[n].kind == NEW_GRADIENT})
         graph = fold(graph, targets)
         return graph, costs_of(graph, self.times)
 
