@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 
 from lowtide.device.host_memory import available_host_bytes
-from lowtide.device.memory import release_cached_memory
+from lowtide.device.memory import release_cached_memory, uncounted
 from lowtide.device.names import index_of, is_accelerator
 from lowtide.device.streams import synchronize
 
@@ -61,4 +61,5 @@ def hold_as_one_segment(device: torch.device, besides: int = 0) -> None:
         free, _ = torch.accelerator.get_memory_info(index_of(device))
         size = free - besides - max(_LEFT_BYTES, int(_LEFT_SHARE * free))
         if size >= _LEAST_SEGMENT_BYTES:
-            torch.empty(size >> 21 << 21, dtype=torch.uint8, device=device)
+            with uncounted(device):
+                torch.empty(size >> 21 << 21, dtype=torch.uint8, device=device)
