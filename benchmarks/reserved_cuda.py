@@ -135,8 +135,8 @@ def main() -> int:
         parser.error("this PyTorch finds no CUDA device; see make test-cuda")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    lines = json.loads(RESULTS.read_text())["lines"] if args.missing and RESULTS.exists() else []
-    known = {tuple(line[name] for name in CASE) for line in lines}
+    known = {_case(line) for line in _written()} if args.missing else set()
+    lines: list[dict] = []
     shared = provenance()
     for case in itertools.product(args.only or ARCHITECTURES, args.variants, args.rows):
         if case in known or (case[0] in ROUTED and not values):
@@ -154,12 +154,23 @@ def main() -> int:
                 f"of {line.get('reserved_bytes', 0) / MIB:.0f}", line.get("error", ""), flush=True,
             )  # fmt: skip
         if args.missing or not args.only:
-            body = {"benchmark": "reserved_cuda", **shared, "target": DEVICE, "lines": lines}
+            ran = {_case(line) for line in lines}
+            others = [line for line in _written() if _case(line) not in ran] if args.missing else []
+            body = {"benchmark": "reserved_cuda", **shared, "target": DEVICE, "lines": [*others, *lines]}
             RESULTS.write_text(json.dumps(body, indent=1) + "\n")
     compared = [line for line in lines if "error" not in line]
     off = [line["foreseen_reserved_bytes"] - line["reserved_bytes"] for line in compared]
     print(f"{off.count(0)} of {len(off)} exact; lowest {min(off, default=0) / MIB:+.0f} MiB")
     return 0
+
+
+def _written() -> list[dict]:
+    """Lines of the results; another run may add to them meanwhile."""
+    return json.loads(RESULTS.read_text())["lines"] if RESULTS.exists() else []
+
+
+def _case(line: dict) -> tuple:
+    return tuple(line[name] for name in CASE)
 
 
 if __name__ == "__main__":

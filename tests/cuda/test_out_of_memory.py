@@ -12,7 +12,7 @@ from lowtide.device.packing import lay_together
 
 MIB = 2**20
 PLENTY_MIB = 81079
-LEAST_MIB = 155  # of those below: with less, nothing may fit
+LEAST_MIB = 140  # of those below: with less, nothing may fit
 CAPACITIES_MIB = (220, 200, 185, 170, 155, 140, 130, 120, 105, 90)  # the plain step takes 182 and reserves more
 
 

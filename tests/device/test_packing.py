@@ -42,6 +42,20 @@ def test_what_lies_in_pieces_fits_a_tensor_once_it_is_laid_together(in_pieces):
         assert torch.equal(view.cpu(), torch.full((MIB // 2 - 5,), float(number)))
 
 
+def test_what_is_free_becomes_one_segment_and_is_in_no_peak(in_pieces):
+    """A tensor of 8 MiB has a place in the 20 that are free, though other segments for its like have as many."""
+    taken = [torch.empty(14 * MIB, dtype=torch.uint8, device="standin") for _ in range(2)]
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.max_memory_allocated()
+
+    assert lay_together([block.untyped_storage() for block in in_pieces], in_pieces[0].device)
+
+    assert torch.accelerator.max_memory_allocated() == before == 34 * MIB
+    small = torch.empty(8 * MIB, dtype=torch.uint8, device="standin")
+    assert torch.accelerator.max_memory_allocated() == before + small.nbytes
+    del taken
+
+
 def test_nothing_moves_where_the_host_has_no_room(in_pieces, monkeypatch):
     monkeypatch.setattr("lowtide.device.packing.available_host_bytes", lambda: 6 * MIB)
     before = [block.data_ptr() for block in in_pieces]

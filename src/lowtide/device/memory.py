@@ -166,6 +166,21 @@ class PeakWindow:
         return self._peak
 
 
+@contextmanager
+def uncounted(device: str | torch.device) -> Iterator[None]:
+    """What is allocated and freed inside is in nobody's peak."""
+    index = index_of(device)
+    if _statistic(index, "allocated_bytes.all.peak") is None:
+        yield
+        return
+    with _lock:
+        _forget_peak(index)
+        try:
+            yield
+        finally:
+            torch.accelerator.reset_peak_memory_stats(index)
+
+
 def _forget_peak(index: int) -> None:
     """Reset the statistic; whoever watches it reads it before."""
     with _lock:

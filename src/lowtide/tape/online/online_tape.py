@@ -135,6 +135,7 @@ class OnlineTape(UncompiledMode):
         first = next(model.parameters(), None) if model is not None else None
         if first is not None and is_accelerator(first.device):
             run.stream = current_stream(first.device)
+            self.releaser.device = first.device
         if model is not None and (self._wrapped or run.gathered is not None):
             self._windows = run.windows = OpenWindows(model)
             if not unseen_bytes:  # else they are among them

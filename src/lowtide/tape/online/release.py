@@ -17,7 +17,6 @@ from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 
 from lowtide.device.memory import release_cached_memory
-from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
 from lowtide.device.packing import lay_together
 from lowtide.tape.online.holdings import Holdings
@@ -55,6 +54,7 @@ class Releaser:
     Attributes:
         budget_bytes: For what the step makes: resident bytes are not in it.
         over_bytes: By how much room was missing, at most.
+        device: Where the step runs, if that is an accelerator.
         ran_short: The device had less memory than the budget says.
         lowered_bytes: By how much ``budget_bytes`` was lowered, since the device ran out of memory before.
         num_released, num_replayed, num_proofs: Values and runs so far. ``num_laid_together``: how often memory in
@@ -70,6 +70,7 @@ class Releaser:
         self.budget_bytes = budget_bytes
         self.over_bytes = self.lowered_bytes = 0.0
         self.ran_short = False
+        self.device: torch.device | None = None
         self.num_released = self.num_replayed = self.num_proofs = self.num_laid_together = 0
         self.proven: set[int] = set()
         self.differed: list[str] = []
@@ -147,21 +148,16 @@ class Releaser:
         self.budget_bytes = max(0.0, present - max(float(failed_bytes), _FAILED_SHARE * present))
         self._idle_until = 0.0
         self.make_room(0)
-        if attempt:
-            self._lay_together()
+        if attempt and self.device is not None and lay_together(self._live.storages(), self.device):
+            self.num_laid_together += 1
             self._blocked -= self._short
             self._short.clear()
             self._idle_until = 0.0
             self.make_room(0)
+        else:
+            release_cached_memory()
         self.budget_bytes = max(self.budget_bytes, float(self._live.now))  # what cannot go stays
         self.lowered_bytes += max(0.0, before - self.budget_bytes)
-        release_cached_memory()
-
-    def _lay_together(self) -> None:
-        storages = self._live.storages()
-        device = next((s.device for s in storages if is_accelerator(s.device)), None)
-        if device is not None and lay_together(storages, torch.device(device)):
-            self.num_laid_together += 1
 
     @property
     def _limit_bytes(self) -> float:
