@@ -18,6 +18,7 @@ from cuda_standin.script.request import Request, request
 
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int64": "I64", "int32": "I32",
           "uint8": "U8", "int8": "I8", "bool": "BOOL"}  # fmt: skip
+_LARGEST = 4 << 30  # a host maps no file at once that is larger than its memory
 _PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*pytorch_model*.bin", "*pytorch_model*.index.json")
 
 
@@ -77,27 +78,56 @@ def _transformers(model_class: Any, folder: Path) -> Path:
 
 
 def folder_with_hole(state: dict[str, Any], dtype: Any, folder: Path, name: str) -> Path:
-    """A folder with links to the files of ``folder`` and with ``name``, a hole but for its header.
+    """A folder with links to the files of ``folder`` and with ``name``, a hole but for its header; several if large.
 
     Args:
         state: Tensors on ``meta``; those of floating point have ``dtype`` in the file.
     """
-    import torch
-
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for key, tensor in state.items():
-        kept = dtype if tensor.is_floating_point() else tensor.dtype
-        size = tensor.numel() * torch.empty(0, dtype=kept).element_size()
-        header[key] = {"dtype": _TYPES[str(kept).removeprefix("torch.")], "shape": list(tensor.shape),
-                       "data_offsets": [at, at + size]}  # fmt: skip
-        at += size
     made = Path(tempfile.mkdtemp(prefix="weights-", dir=request().folder))
     for file in folder.iterdir():
         (made / file.name).symlink_to(file.resolve())
+    parts: list[dict[str, Any]] = [{}]
+    size = 0
+    for key, tensor in state.items():
+        entry = _entry(tensor, dtype)
+        if size + entry["bytes"] > _LARGEST and parts[-1]:
+            parts.append({})
+            size = 0
+        parts[-1][key] = entry
+        size += entry["bytes"]
+    if len(parts) == 1:
+        _write_hole(made / name, parts[0])
+        return made
+    stem, places = name.removesuffix(".safetensors"), {}
+    for number, part in enumerate(parts, 1):
+        file = f"{stem}-{number:05}-of-{len(parts):05}.safetensors"
+        _write_hole(made / file, part)
+        places |= dict.fromkeys(part, file)
+    total = sum(entry["bytes"] for part in parts for entry in part.values())
+    (made / f"{name}.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}))
+    return made
+
+
+def _entry(tensor: Any, dtype: Any) -> dict[str, Any]:
+    kept = dtype if tensor.is_floating_point() else tensor.dtype
+    one = tensor.new_empty(0, dtype=kept).element_size()
+    return {
+        "dtype": _TYPES[str(kept).removeprefix("torch.")],
+        "shape": list(tensor.shape),
+        "bytes": tensor.numel() * one,
+    }
+
+
+def _write_hole(path: Path, entries: dict[str, Any]) -> None:
+    """A file of safetensors without its data."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for key, entry in entries.items():
+        ends = at + entry["bytes"]
+        header[key] = {"dtype": entry["dtype"], "shape": entry["shape"], "data_offsets": [at, ends]}
+        at = ends
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with (made / name).open("wb") as file:
+    with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
-    return made
