@@ -109,9 +109,10 @@ def read() -> list[dict[str, Any]]:
 
 
 def keep(row: dict[str, Any]) -> None:
-    """In place of the row that had its name."""
+    """In place of the row that had its name, beside those of its case."""
     rows = [known for known in read() if (known["case"], known["method"]) != (row["case"], row["method"])]
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in [*rows, row]))
+    rows = sorted([*rows, row], key=lambda line: list(CASES).index(line["case"]))
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in rows))
 
 
 if __name__ == "__main__":

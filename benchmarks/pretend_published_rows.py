@@ -607,15 +607,6 @@ def _alpaca() -> Iterator[OutOfMemoryReport]:
         22.50,
     )
     yield OutOfMemoryReport(
-        f"{_ALPACA}/76",
-        "Stanford Alpaca, LLaMA 7B, FSDP on four A10",
-        _alpaca_run("76", "rtx3090", _left(22.09, 315.69 / 1024, 4), 4, 8),
-        388 / 1024,
-        21.91,
-        22.09,
-        guessed="all but a batch of 1, which are taken from the README",
-    )
-    yield OutOfMemoryReport(
         f"{_ALPACA}/86",
         "Stanford Alpaca, LLaMA 13B, FSDP on two A100 80 GB, fp16",
         _alpaca_run("86", "a100-80gb", _left(77.41, 468.31 / 1024, 2), 2, 8, "--fp16 True", "False", "llama-13b"),

@@ -207,24 +207,22 @@ def test_stages_of_a_pipeline_run_one_after_another_and_the_largest_is_named(tmp
     path = script(tmp_path, MODEL + textwrap.dedent(source))
     command = ["torchrun", "--nproc-per-node", "3", path]
 
-    last = lowtide.pretend(command, "h100", ranks=3, rank=2, time=False, output=quiet)
-    every = lowtide.pretend(command, "h100", ranks=3, rank=range(3), time=False, output=quiet)
+    report = lowtide.pretend(command, "h100", ranks=3, rank=(1, 2), time=False, output=quiet)
 
     layer = (2048 * 2048 + 2048) * 4
-    assert last.fits and "Ranks that ran before it, for what they send: 0, 1." in last.notes
-    assert every.rank == 1 and [(one.rank, one.verdict) for one in every.by_rank] == [(n, "fits") for n in range(3)]
-    assert every.by_kind["optimizer"] + every.by_kind["weights"] >= 3 * 4 * layer
-    assert every.by_rank[2].peak_allocated_bytes == last.peak_allocated_bytes < every.peak_allocated_bytes
-    assert "rank 1 takes most of those that ran" in str(every)
+    assert report.rank == 1 and [(one.rank, one.verdict) for one in report.by_rank] == [(1, "fits"), (2, "fits")]
+    assert report.by_kind["optimizer"] + report.by_kind["weights"] >= 3 * 4 * layer
+    assert report.by_rank[1].peak_allocated_bytes < report.peak_allocated_bytes
+    assert "Ranks that ran before it, for what they send: 0." in report.notes
+    assert "rank 1 takes most of those that ran" in str(report)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_steps_of_deepspeed_are_its_engines(stage, tmp_path, quiet):
+def test_steps_of_deepspeed_are_its_engines(tmp_path, quiet):
     pytest.importorskip("deepspeed")
-    source = f"""
+    source = """
     import deepspeed
-    config = {{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "bf16": {{"enabled": True}},
-              "optimizer": {{"type": "AdamW", "params": {{}}}}, "zero_optimization": {{"stage": {stage}}}}}
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "bf16": {"enabled": True},
+              "optimizer": {"type": "AdamW", "params": {}}}  # its optimizer takes a step when it is made
     net = model()
     engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
     for batch in range(30):
@@ -240,7 +238,7 @@ def test_steps_of_deepspeed_are_its_engines(stage, tmp_path, quiet):
     quiet.seek(0)
     assert [line for line in quiet.read().splitlines() if line.isdecimal()] == ["0", "1", "2", "3", "4"]
     assert all(step.launches > 8 * 2 * 2 for step in report.steps)
-    assert report.by_kind["optimizer"] >= 2 * WEIGHTS / (8 if stage else 1)
+    assert report.by_kind["optimizer"] >= 2 * WEIGHTS
 
 
 def test_a_script_that_fails_keeps_its_own_error(tmp_path, quiet):

@@ -149,6 +149,11 @@ class PretendFacts:
         return self.capacity_bytes - self.context_bytes
 
     @property
+    def pins_much(self) -> bool:
+        """More than the numbers that PyTorch itself copies in passing."""
+        return self.pinned_peak_bytes >= 1 << 20
+
+    @property
     def nvidia_smi_bytes(self) -> int:
         """About what ``nvidia-smi`` would show: reserved memory and the context."""
         return self.peak_reserved_bytes + self.context_bytes

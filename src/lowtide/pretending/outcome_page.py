@@ -69,7 +69,7 @@ def _tiles(report: PretendFacts) -> list[tuple[str, str, str]]:
         rate = report.time.tokens_per_second
         said = f"within about {report.time.error_fraction:.0%}" + (f", {rate:,.0f} tokens/s" if rate else "")
         tiles.append((f"{report.time.step_ms:,.1f} ms", "a step", said))
-    if report.pinned_peak_bytes:
+    if report.pins_much:
         tiles.append((format_bytes(report.pinned_peak_bytes), "pinned", "memory of the host that the script locks"))
     if report.host_ms_per_step is not None:
         last = report.steps[-1]

@@ -37,7 +37,7 @@ def verdict(report: PretendFacts) -> str:
 
 
 def _head(report: PretendFacts) -> str:
-    pinned = f", {format_bytes(report.pinned_peak_bytes)} pinned by the script" if report.pinned_peak_bytes else ""
+    pinned = f", {format_bytes(report.pinned_peak_bytes)} pinned by the script" if report.pins_much else ""
     compiling = f", {report.compile_s:.0f} s of it compiling" if report.compile_s else ""
     host = format_bytes(report.host_peak_bytes)
     return f"{verdict(report)}\n  {report.seconds:.0f} s{compiling}; {host} of host memory{pinned}"
@@ -105,8 +105,10 @@ def _peak(report: PretendFacts) -> str:
         taken = report.by_kind[kind]
         if taken:
             rows.append(f"  {format_bytes(taken):>11}  {taken / total:>4.0%}  {kind}")
+    rows += ["    activations, by module"] if report.by_module else []
     for row in report.by_module[:_LINES]:
         rows.append(f"      {format_bytes(row['bytes']):>11}  {module_name(row)}"[:_WIDTH])
+    rows += ["    who allocated it, by line"] if report.by_line else []
     for row in report.by_line[:_LINES]:
         rows.append(f"      {format_bytes(row['bytes']):>11}  {row['line']}"[:_WIDTH])
     return "\n".join(rows)

@@ -59,7 +59,9 @@ class RankRuns:
             return False
         print(f"lowtide: rank {source} runs first, for what it sends to rank {to}", file=sys.stderr, flush=True)
         self.ran_before.add(source)
-        earlier = replace(settings, rank=source, time=False, clock=False, measured=None, history=False, snapshot=None)
+        earlier = replace(
+            settings, rank=source, time=False, clock=False, measured=None, history=False, snapshot=None, budget=None
+        )
         while not message.is_file():
             needs = self.run(earlier, SentObjects(self._folder, (to, count))).seen.get("needs")
             if message.is_file():

@@ -132,6 +132,10 @@ def install(torch: ModuleType, peaks: Peaks, wanted: Request) -> None:
             module.DeepSpeedEngine, "step", lambda engine: engine.is_gradient_accumulation_boundary()
         ),
     )
+    imports.after_import(  # whose batches are steps
+        "deepspeed.runtime.pipe.engine",
+        lambda module: steps.by_engine(module.PipelineEngine, "_exec_optimizer_step", lambda engine: True),
+    )
     _at_exit(torch, peaks, wanted)
 
 
