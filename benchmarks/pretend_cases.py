@@ -332,7 +332,7 @@ CASES = (
          needs=("pybind11", "six"),
          remark="mock data for 5,000 of its 500,000 iterations: their indices are host memory"),
     Case("pretrain_gpt.py, last stage", "Megatron-LM", "the same, the stage with the loss", _GPT_3, "h100",
-         options="--ranks 1024 --rank 960", needs=("pybind11", "six")),
+         options="--ranks 1024 --rank 960", inputs=(make.built("megatron/core/datasets"),), needs=("pybind11", "six")),
     # -- not run
     Case("run_clm.py, run_glue.py", "transformers", "language models by transformers' Trainer",
          why_not="the repository is too large to be brought here; the same Trainer runs in peft's and TRL's rows"),

@@ -10,6 +10,8 @@ import functools
 import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -346,6 +348,16 @@ def file(path: str, text: str) -> Maker:
     def make(folder: Path) -> None:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
+
+    return make
+
+
+def built(path: str) -> Maker:
+    """What a Makefile of the source makes, which the first rank alone would make by itself."""
+
+    def make(folder: Path) -> None:
+        search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        subprocess.run(["make", "-s", "-C", str(folder / path)], check=True, env={**os.environ, "PATH": search})
 
     return make
 

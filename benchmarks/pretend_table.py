@@ -17,9 +17,9 @@ def summary(lines: list[dict]) -> str:
     scripts = {(case.source, case.name.split(",")[0]) for case, _ in _matched(lines)}
     seconds = sorted(line["seconds"] for line in ran)
     host = max(line["host_peak_bytes"] for line in ran)
-    trained = f"{len(lines)} runs of {len(scripts)} scripts: {len(ran)} trained"
-    trained += f", of which {len(full)} did not fit on the device they were given" if full else ""
-    trained += f"; {len(lines) - len(ran)} did not, for the reason in the row" if len(lines) > len(ran) else ""
+    trained = f"{len(lines)} runs of {len(scripts)} scripts: {len(ran) - len(full)} trained"
+    trained += f", {len(full)} did not fit on the device they were given" if full else ""
+    trained += f", {len(lines) - len(ran)} failed, for the reason in the row" if len(lines) > len(ran) else ""
     return (
         f"{trained}. A run took {seconds[len(seconds) // 2]:.0f} s in the median and {seconds[-1]:.0f} s at most, on "
         f"two processor cores that others used too, and no more than {host / GIB:.1f} GiB of host memory in its "

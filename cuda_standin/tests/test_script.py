@@ -294,7 +294,7 @@ assert model.dtype == torch.bfloat16 and model.lm_head.weight.shape == (32000, 2
 peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
 assert peak < 2 << 30, peak
 from cuda_standin.script import weights
-weights._LARGEST = 1 << 27  # several files
+weights._OF_A_FILE = 1 << 27  # several files
 parts = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}, dtype=torch.bfloat16)
 assert len(list(weights.request().folder.glob("weights-*/model-*.safetensors"))) > 3
 assert not any(p.count_nonzero() for p in parts.parameters() if p.numel() < 1 << 16)

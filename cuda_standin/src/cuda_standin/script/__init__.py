@@ -6,7 +6,7 @@ that were asked for the process ends with exit code 0.
 
 Each file has one subject and knows PyTorch from 2.0 on: ``peaks`` and ``steps``, ``stops`` of the host,
 ``out_of_memory``, ``composition`` of the peak, ``ranks`` that do not exist, ``compiling``, ``weights`` that are not
-there, ``deepspeed_ops`` that are not compiled.
+there, ``deepspeed_ops`` that are not compiled, ``generation`` that no token ends.
 """
 
 from cuda_standin.script.start import start
