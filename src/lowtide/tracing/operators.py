@@ -46,7 +46,7 @@ SCATTERS = frozenset({
 _CPU_WEIGHTS = torch.arange(1, 1 << 14, 2, dtype=torch.int64, device="cpu")
 # On a device, where kernels have to be launched: a sheet, whose rows and columns are summed before they are weighted.
 # It is flat: for columns of 1024 words CUDA's sum takes a workspace of twice the sheet.
-_ROWS, _COLUMNS = 1 << 8, 1 << 12
+_ROWS, _COLUMNS = 1 << 9, 1 << 10
 COMMUNICATES = frozenset({*COLLECTIVES, "fsdp"})
 DROPOUT = "dropout_p"
 UNINITIALISED = "makes uninitialised memory"
