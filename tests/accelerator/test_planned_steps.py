@@ -92,7 +92,7 @@ def test_every_case_has_the_predicted_peak_and_the_bits_of_the_plain_step(device
 def test_the_statistics_of_steps_under_a_plan_are_the_predicted_peaks(device, name):
     """By what a user sees, without ``verify``."""
     model, batch, step = on_the_accelerator(name)
-    graph = lowtide.trace(model, batch, step=step)
+    graph = lowtide.trace(model, batch, step=step, accumulate=2)
     plan = drop_everything(graph)
     stepped(model, batch, step)  # a parameter may have no gradient
     trained = [p for p in model.parameters() if p.grad is not None]

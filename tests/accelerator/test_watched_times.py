@@ -19,7 +19,12 @@ def fit(device):
     model, batch = mlp(4, 64).to("standin"), torch.randn(256, 64, device="standin")
     with device.times(op_ms=1, ms_by_op={"aten::mm": 7, "aten::addmm": 5}):
         with lowtide.fit(model, budget=torch.accelerator.memory_allocated() + 64 * MIB, offload=NO_HOST) as fit:
-            yield fit, lambda: model(batch).square().mean().backward()
+
+            def step():
+                model(batch).square().mean().backward()
+                model.zero_grad()
+
+            yield fit, step
 
 
 def times_by_op(fit):

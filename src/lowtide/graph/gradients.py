@@ -35,9 +35,11 @@ def with_these_before(graph: StepGraph, new: Collection[int]) -> StepGraph:
     freed = defaultdict(list)
     for storage, at in last.items():
         freed[at].append((FREE, storage))
+    storages = [replace(s, kind="backward") if s.id in new else s for s in graph.storages]
+    storages += [Storage(len(storages) + n, graph.storages[s].bytes, "gradient") for n, s in enumerate(sorted(new))]
     return replace(
         graph,
-        storages=tuple(replace(s, kind="backward") if s.id in new else s for s in graph.storages),
+        storages=tuple(storages),
         events=tuple(e for at, event in enumerate(graph.events) for e in (event, *freed.get(at, ()))),
     )
 

@@ -19,6 +19,7 @@ nor what lies between resident tensors. So a step that just fills a segment may 
 a large block may differ.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -176,14 +177,24 @@ def _used_for_a_moment(allocator: CachingAllocator, sizes: list[int]) -> int:
 
 def _like_gradients(graph: StepGraph, left: int) -> Iterator[int]:
     """``left`` bytes in blocks as large as gradients, in their order, once and again."""
-    known = [s.bytes for s in graph.storages if s.kind in ("gradient", NEW_GRADIENT) and s.bytes]
-    for size in cycle(known):
+    for size in cycle(_gradient_sizes(graph)):
         if size > left:
             break
         yield size
         left -= size
     if left:
         yield left
+
+
+def _gradient_sizes(graph: StepGraph) -> list[int]:
+    """Of gradients from before the step and of those that it makes, in the order of their parameters."""
+    left = Counter(s.bytes for s in graph.storages if s.kind in ("gradient", NEW_GRADIENT) and s.bytes)
+    found = []
+    for storage in graph.storages:
+        if storage.kind == "parameter" and left[storage.bytes] > 0:
+            left[storage.bytes] -= 1
+            found.append(storage.bytes)
+    return found + list(left.elements())
 
 
 def why_unknown(device: str) -> str:
@@ -201,6 +212,7 @@ def resident_blocks(graph: StepGraph) -> Iterator[int]:
     for storage in graph.storages:
         if storage.op is None and storage.bytes:
             sizes.setdefault(storage.kind, []).append(storage.bytes)
+    sizes["gradient"] = _gradient_sizes(graph)
     for part, left in graph.before.items():
         known = sizes.get(_KIND_OF.get(part, part), [])
         if part == "optimizer" and known:  # made for one parameter after the other
