@@ -134,7 +134,7 @@ def check_repeatable(model: nn.Module, batch: dict, step: Callable) -> None:
 
 def compare(model: nn.Module, batch: dict, step: Callable, *, searched: bool, published: bool) -> dict[str, Any]:
     """The fields of a line that say what was compared and how it ended."""
-    graph = lowtide.trace(model, batch, step=step)
+    graph = lowtide.trace(model, batch, step=step, accumulate=2)
     costs = plausible_costs(graph)
     plans = plans_without_search(graph, costs, published=published)
     obstacle = {}

@@ -122,7 +122,7 @@ def test_weights_and_batches_in_large_blocks_leave_the_predicted_peak_exact(devi
     """Where they lie decides which blocks of the step are not full."""
     layers = [m for n, k in pairwise(widths) for m in (nn.Linear(n, k), nn.GELU())]
     model, batch = nn.Sequential(*layers).to("standin"), batch_on(rows=rows, width=widths[0])
-    graph = lowtide.trace(model, batch)
+    graph = lowtide.trace(model, batch, accumulate=2)
     plans = [drop_everything(graph), lowtide.solve(graph, lowtide.Costs((1.0,) * len(graph.ops)), method="none")]
     for plan in plans:
         held = [torch.empty(size, device="standin") for size in range(5 * MIB // 4, 9 * MIB, 3 * MIB // 4)]

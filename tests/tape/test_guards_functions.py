@@ -365,6 +365,7 @@ def test_a_status_says_which_calls_run_again(monkeypatch):
     model(x).sum().backward()
     before = fit.status()
     model.way = 1
+    model.zero_grad()
     model(x).sum().backward()
 
     assert "% of what is stored; run again: Changes, Scales." in str(before)

@@ -72,7 +72,7 @@ def measure_table(case: Case, seconds: float) -> Table:
         seconds: As many interleaved rounds of timing as fit, one at least.
     """
     begin = time.perf_counter()
-    graph = lowtide.trace(case.model, case.batch, step=case.step)
+    graph = lowtide.trace(case.model, case.batch, step=case.step, accumulate=2)
     traced = time.perf_counter()
     costs = lowtide.measure(graph)
     measured = time.perf_counter()

@@ -163,6 +163,8 @@ class PlansByShape:
         other = next((p for p in self.plans if p.shapes[0] == twin), None)
         if other is None or shape in self._refused | self._alone or self._is_waiting_for(shape):
             return found
+        if self.is_sharded:  # gradients are made whole, and reduced: only a watch tells
+            return found
         budget_bytes = self._budget_bytes or other.plan.budget_bytes
         if budget_bytes is None:
             return found
