@@ -56,7 +56,10 @@ def lay_together(storages: Iterable[torch.UntypedStorage], device: torch.device)
 
 
 def hold_as_one_segment(device: torch.device, besides: int = 0) -> None:
-    """Have the allocator keep what is free on ``device`` as one unused block, but for ``besides`` and a little more."""
+    """Have the allocator keep what is free on ``device`` as one unused block, but for ``besides`` and a little more.
+
+    Where the device refuses, or does not tell what is free, nothing is held, and nothing is lost by that.
+    """
     with suppress(RuntimeError, NotImplementedError), torch._C._DisableTorchDispatch():
         free, _ = torch.accelerator.get_memory_info(index_of(device))
         size = free - besides - max(_LEFT_BYTES, int(_LEFT_SHARE * free))

@@ -12,11 +12,6 @@ from lowtide.graph.memo import once_per_graph
 from lowtide.graph.step_graph import FREE, NEW_GRADIENT, RUN, StepGraph, Storage
 
 
-def makes_gradients(graph: StepGraph) -> bool:
-    """Whether backward makes some that are there after the step."""
-    return any(s.kind == NEW_GRADIENT for s in graph.storages)
-
-
 @once_per_graph
 def with_gradients_before(graph: StepGraph) -> StepGraph:
     """The step where every gradient is there before: what backward makes is added to it, and goes."""
@@ -27,21 +22,21 @@ def with_these_before(graph: StepGraph, new: Collection[int]) -> StepGraph:
     """The step where these gradients, which backward makes, are there before."""
     if not new:
         return graph
-    last: dict[int, int] = {}
-    for at, (kind, number) in enumerate(graph.events):
-        if kind == RUN:
-            op = graph.ops[number]
-            last.update((s, at) for s in (*op.makes, *op.reads, *op.writes) if s in new)
     freed = defaultdict(list)
-    for storage, at in last.items():
-        freed[at].append((FREE, storage))
+    for storage, op in _last_ops(graph, new).items():
+        freed[RUN, op].append((FREE, storage))
     storages = [replace(s, kind="backward") if s.id in new else s for s in graph.storages]
     storages += [Storage(len(storages) + n, graph.storages[s].bytes, "gradient") for n, s in enumerate(sorted(new))]
     return replace(
         graph,
         storages=tuple(storages),
-        events=tuple(e for at, event in enumerate(graph.events) for e in (event, *freed.get(at, ()))),
+        events=tuple(e for event in graph.events for e in (event, *freed.get(event, ()))),
     )
+
+
+def _last_ops(graph: StepGraph, storages: Collection[int]) -> dict[int, int]:
+    """By storage: the last op that makes, reads or writes it."""
+    return {s: op.id for op in graph.ops for s in (*op.makes, *op.reads, *op.writes) if s in storages}
 
 
 def with_part_of_gradients(graph: StepGraph, part_bytes: int) -> StepGraph:
@@ -52,11 +47,8 @@ def with_part_of_gradients(graph: StepGraph, part_bytes: int) -> StepGraph:
         return graph
     later = with_gradients_before(graph)
     storages, ops = list(later.storages), list(later.ops)
-    last: dict[int, int] = {}
-    for op in graph.ops:
-        last.update((s, op.id) for s in (*op.makes, *op.reads, *op.writes) if s in made)
     kept_bytes = sum_bytes = 0
-    for storage, at in last.items():
+    for storage, at in _last_ops(graph, made).items():
         sum_bytes += made[storage].bytes
         size = part_bytes * sum_bytes // all_bytes - kept_bytes
         kept_bytes += size
