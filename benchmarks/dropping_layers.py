@@ -21,7 +21,7 @@ from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.search_context import SearchContext
-from lowtide.tape import backward_entry
+from lowtide.tracing import backward_entry
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
 

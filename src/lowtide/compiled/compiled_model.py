@@ -17,7 +17,7 @@ from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, is_layer
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import CompiledPlan, StepPlanner
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
-from lowtide.tape import backward_entry
+from lowtide.tracing import backward_entry
 from lowtide.tracing.batches import Call, batch_tensors
 from lowtide.tracing.module_calls import is_compiled, never_compiled
 from lowtide.tracing.optimizer_state import optimizer_bytes

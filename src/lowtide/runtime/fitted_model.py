@@ -29,8 +29,7 @@ from lowtide.runtime.rehearsal import Rehearsal
 from lowtide.runtime.shared_tiers import SharedTiers
 from lowtide.runtime.status import Status
 from lowtide.runtime.step_region import step_region
-from lowtide.tape import backward_entry
-from lowtide.tracing import module_calls
+from lowtide.tracing import backward_entry, module_calls
 from lowtide.tracing.batches import Call, batch_tensors, call_of
 from lowtide.tracing.model_facts import ModelFacts
 from lowtide.tracing.tracer import Step

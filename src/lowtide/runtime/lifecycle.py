@@ -449,8 +449,6 @@ class Lifecycle:
                     self._end_part()
                 if self._plan_seam is not None and self._runs_through(roots):  # not another model's
                     self._leave_plan()
-            elif self._plan_seam is not None and self._step is not None:  # part of a loss
-                self._step.tape.have_hooks()
             self._suspend(roots)
         except Exception as own:
             self._fail(own)

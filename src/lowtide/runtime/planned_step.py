@@ -7,7 +7,6 @@ from functools import cached_property
 from torch._C._autograd import _get_sequence_nr
 
 from lowtide.graph.costs import Costs
-from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.plan import Plan
 from lowtide.runtime.call_shapes import CallShape, shape_of_signature
@@ -72,10 +71,8 @@ class PlannedStep:
 
     @cached_property
     def needs_whole_step(self) -> bool:
-        """The tape has something to do outside the model's calls: a drop, or a backward that saves tensors again."""
-        facts = step_facts(self.graph)
-        saves_again = max(facts.packed.values(), default=-1) > facts.backward_start
-        return self.tape.program.root.has_actions or (saves_again and not self.keeps_everything)
+        """The tape has something to do outside the model's calls."""
+        return self.tape.program.root.has_actions
 
     @cached_property
     def _made_bytes(self) -> list[int]:

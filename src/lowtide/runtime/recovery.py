@@ -18,7 +18,7 @@ from lowtide.errors import LowtideError
 from lowtide.runtime.accumulated_gradients import GradientsBefore
 from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.lifecycle import Lifecycle
-from lowtide.tape import backward_entry
+from lowtide.tracing import backward_entry
 from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.data_parallel import ddp_wrapper_of

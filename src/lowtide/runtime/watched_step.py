@@ -39,6 +39,7 @@ from lowtide.tracing.data_assignments import DataAssignedError
 from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.model_facts import device_of
+from lowtide.tracing.operators import storage_of, tensors_in
 from lowtide.tracing.optimizer_state import existing_state_bytes
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.sharding.observer import ShardingObserver
@@ -74,6 +75,9 @@ class WatchedStep(OnlineTape):
         self.recorder.functions.on_error = self.stop_recording
         self._assignments = None  # the recorder looks
         self._calls_compiled_code = False
+        self._counts_inputs = not is_accelerator(device_of(model))  # there all that was allocated is known
+        self._inputs_bytes = 0  # of what was there before the step, and no call of the model was given
+        self._expected_inputs_bytes = self._expected.inputs_bytes  # counted as live from the start
         self._op_of: dict[int, int] = {}  # by the tape's number: the builder's
         self._python_holds: dict[int, tuple[StoredValue, int]] = {}  # saved, and not yet let go by Python
         self._handed_out: dict[int, int | None] = {}  # saved tensor -> autograd node that was given it
@@ -132,7 +136,7 @@ class WatchedStep(OnlineTape):
         if not builder.recording or builder.ops_ignored:  # of compiled code in backward some operators show
             return super()._run_op(func, args, kwargs)
         before = len(builder.ops)
-        known = len(builder.signatures)
+        known, storages = len(builder.signatures), len(builder.storages)
         result, failed = None, True
         ran = False
 
@@ -153,12 +157,25 @@ class WatchedStep(OnlineTape):
                 raise
             self.stop_recording(error)
             return result if ran else super()._run_op(func, args, kwargs)
+        if self._counts_inputs and len(builder.storages) > storages:
+            self._count_inputs(storages, (args, kwargs))
         if len(builder.ops) > before and not self.problem:
             self._expected.learn_workspace(self._key, builder.ops[-1].workspace_bytes)
             self.note_workspace(func, builder.ops[-1].workspace_bytes)
             self.times.note(builder.ops[-1].signature, is_first=builder.ops[-1].signature >= known)
             self._op_of[self._number] = len(builder.ops) - 1
         return result
+
+    def _count_inputs(self, since: int, given: Any) -> None:
+        """Tensors that no call of the model was given, targets mostly, take memory too."""
+        found = {number: t for t in tensors_in(given) if (number := self._storages.find(t) or 0) >= since > 0}
+        for number, tensor in found.items():
+            storage, recorded = storage_of(tensor), self._builder.storages[number]
+            if storage is None or recorded.op is not None or storage in self.live:
+                continue
+            self._inputs_bytes += recorded.bytes
+            if unexpected := max(0, min(recorded.bytes, self._inputs_bytes - self._expected_inputs_bytes)):
+                self.live.add(storage, unexpected)
 
     def _run_timed(self, func: Any, args: tuple, kwargs: dict) -> Any:
         result = self.times.run(lambda: func(*args, **kwargs))
@@ -243,8 +260,7 @@ class WatchedStep(OnlineTape):
                 del self._python_holds[key]
 
     def note_backward(self, model: nn.Module) -> None:
-        """A backward has ended: its gradients are there, and the recorder holds nothing of its graph any more."""
-        self.recorder.sums.forget_nodes()
+        """A backward has ended: its gradients are there."""
         if self._builder.recording:
             self._received |= self.recorder.note_gradients(model)
 
@@ -252,8 +268,10 @@ class WatchedStep(OnlineTape):
 
     @property
     def proven_ops(self) -> frozenset[int]:
-        """Those ops of the graph whose outputs were made twice, with the same bits."""
-        return frozenset(self._op_of[n] for n in self.releaser.proven if n in self._op_of)
+        """Which of the graph's forward ops made their outputs twice, with the same bits; as a plan counts them."""
+        places = {op.id: place for place, op in enumerate(op for op in self._builder.ops if not op.backward)}
+        proven = (self._op_of[n] for n in self.releaser.proven if n in self._op_of)
+        return frozenset(places[op] for op in proven if op in places)
 
     def graph_and_costs(self, model: nn.Module, optimizer: Any) -> tuple[StepGraph, Costs]:
         """What was recorded, and what each op took, as far as ``times`` are known; see ``costs_of``.
@@ -262,6 +280,7 @@ class WatchedStep(OnlineTape):
         """
         self._poll()
         self._builder.recording = False
+        self._expected.inputs_bytes = self._inputs_bytes
         graph = finished_graph(self.recorder, model, (), optimizer, self._received)
         if is_accelerator(graph.device):  # at the end, what the caller holds of the step is there too
             self._resident["other"] = max(0, self._other_bytes - existing_state_bytes(optimizer))
@@ -269,9 +288,10 @@ class WatchedStep(OnlineTape):
         new = self.recorder.new_gradients
         again = {number for name in self._had_gradients & new.keys() for number in new[name]}
         self.recorder.stop()
+        batch_bytes = graph.resident["batch"] + self._resident["batch"]  # what only the loss reads, and the call's
         graph = replace(
             graph,
-            resident={**graph.resident, **self._resident},
+            resident={**graph.resident, **self._resident, "batch": batch_bytes},
             provenance={**graph.provenance, "batch": self._batch, "source": "watched step"},
         )
         # Lightning frees the last step's gradients between forward and backward: in forward they are there.

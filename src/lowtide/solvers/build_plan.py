@@ -9,6 +9,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import ALLOCATED, RECOMPUTE, SAVE, TIER_OF, Decision, Plan, PlannedOp
 from lowtide.solvers.arguments import activation_bytes
 from lowtide.solvers.candidate import Candidate
+from lowtide.solvers.graph_queries import passes, taped_ops
 from lowtide.solvers.lower_bound.bound import HOLDS_FOR, MOVES_HOLD_FOR, bound_time
 from lowtide.solvers.lower_bound.tighten_bound import tighten_bound
 from lowtide.solvers.peak_report import evidence
@@ -44,8 +45,9 @@ def build_plan(
             f"method={method!r} came with a plan of {timeline.peak_bytes} bytes for a budget of {budget_bytes} bytes.\n"
             "This is a bug in lowtide. Another budget may do."
         )
-    forward = {op.id: place for place, op in enumerate(graph.forward_ops)}
-    finished = {op.completes_inplace for op in graph.forward_ops}
+    taped = taped_ops(graph)
+    forward = {op.id: place for place, op in enumerate(taped)}
+    finished = {op.completes_inplace for op in taped}
     decisions = []
     for storage_id, action in sorted(candidate.actions.items()):
         storage = graph.storages[storage_id]
@@ -58,7 +60,7 @@ def build_plan(
             replay_ms, replays, fetch_at,
         ))  # fmt: skip
     ops = []
-    for op in graph.forward_ops:
+    for op in taped:
         completes = None if op.completes_inplace is None else forward[op.completes_inplace]
         # An op that others finish counts their reads as its own, and does not get them itself.
         reads = 0 if op.id in finished else sum(candidate.actions.get(s, SAVE) != SAVE for s in op.reads)
@@ -86,6 +88,7 @@ def build_plan(
         resident_bytes=graph.resident_bytes,
         start_bytes=graph.start_bytes,
         activation_bytes=activation_bytes(graph, costs),
+        passes=passes(graph),
         predicted_step_ms=timeline.step_ms,
         plain_step_ms=costs.plain_step_ms,
         # The bound is a float from another sum of the same terms.

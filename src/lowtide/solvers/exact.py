@@ -40,7 +40,7 @@ from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.monolithic import MonolithicSearch
 from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within
-from lowtide.solvers.published.methods import chain_schedules, fixed_actions
+from lowtide.solvers.published.methods import chain_schedules, fixed_candidates
 from lowtide.solvers.search_context import Evaluated, SearchContext, SearchResult
 
 
@@ -189,7 +189,7 @@ class ExactSearch:
     @cached_property
     def published(self) -> list[Evaluated]:
         """The published methods that take no budget, the plain step first."""
-        return [self.context.evaluate(actions) for actions in fixed_actions(self.graph)]
+        return [self.context.simulated(candidate) for candidate in fixed_candidates(self.graph)]
 
     @cached_property
     def min_peak(self) -> Evaluated:

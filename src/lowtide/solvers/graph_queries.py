@@ -5,20 +5,35 @@ from collections.abc import Iterable, Mapping
 
 from lowtide.graph.facts import step_facts
 from lowtide.graph.memo import once_per_graph
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import UNPACK, Op, StepGraph
 from lowtide.plan import RECOMPUTE, SAVE
+from lowtide.simulation.references import graph_index
 
 _MOST = 0.67  # of a container's ops in one entry: then its entries are parts, not layers that repeat
 
 
 @once_per_graph
+def taped_ops(graph: StepGraph) -> tuple[Op, ...]:
+    """The forward ops that run before the last backward begins, in program order: those that a plan knows."""
+    run_event, last_backward = step_facts(graph).run_event, graph_index(graph).backward_start
+    return tuple(op for op in graph.forward_ops if run_event[op.id] < last_backward)
+
+
+@once_per_graph
+def passes(graph: StepGraph) -> int:
+    """How many backward passes ask for the same saved tensor: more than one where graphs are retained."""
+    return max(Counter(number for kind, number in graph.events if kind == UNPACK).values(), default=1)
+
+
+@once_per_graph
 def replayable_ops(graph: StepGraph) -> frozenset[int]:
-    """Forward ops that a replay may run: nothing they read was written during the step, some output is free to go."""
+    """Forward ops that a replay may run: nothing they read was written during the step, some output is free to go.
+
+    What runs once the last backward has begun is not taped.
+    """
     lasting = {s.id for s in graph.storages if s.kind == "activation" or (s.op is None and not s.fixed)}
     free = {s.id for s in graph.storages if s.kind == "activation" and not s.fixed}
-    return frozenset(
-        op.id for op in graph.forward_ops if lasting.issuperset(op.reads) and not free.isdisjoint(op.makes)
-    )
+    return frozenset(op.id for op in taped_ops(graph) if lasting.issuperset(op.reads) and not free.isdisjoint(op.makes))
 
 
 @once_per_graph
@@ -150,6 +165,20 @@ def repeated_layers(graph: StepGraph, method: str) -> dict[int, int]:
     return found
 
 
+@once_per_graph
+def read_by_forward(graph: StepGraph) -> dict[int, list[int]]:
+    """``StepFacts.readers`` without ops of a backward that creates a graph: they are given what autograd stores."""
+    facts = step_facts(graph)
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for number, found in facts.unpack_spans.items():
+        spans[graph.saved[number]] += found
+
+    def is_given(storage: int, op: int) -> bool:
+        return any(first < facts.run_event[op] < last for first, last in spans.get(storage, ()))
+
+    return {s: [op for op in ops if not is_given(s, op)] for s, ops in facts.readers.items()}
+
+
 def checkpoint(graph: StepGraph, segment_of: dict[int, int], keep: Iterable[int] = ()) -> dict[int, str]:
     """Actions that recompute what is made inside a segment, except ``keep`` and what an op outside the segment reads.
 
@@ -157,7 +186,7 @@ def checkpoint(graph: StepGraph, segment_of: dict[int, int], keep: Iterable[int]
         segment_of: Segment of each checkpointed forward op; ops without one run plainly.
     """
     kept = set(keep)
-    for storage, ops in step_facts(graph).readers.items():
+    for storage, ops in read_by_forward(graph).items():
         maker = graph.storages[storage].op
         if maker is not None and any(segment_of.get(op) != segment_of.get(maker) for op in ops):
             kept.add(storage)

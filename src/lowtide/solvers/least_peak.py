@@ -26,11 +26,11 @@ from lowtide.plan import SAVE
 from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.decomposition.master import ColumnGeneration
-from lowtide.solvers.graph_queries import choices, complete_actions, recomputable
+from lowtide.solvers.graph_queries import choices, complete_actions, passes, recomputable
 from lowtide.solvers.local_search import LazyPath, changes
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.published.lazy_candidates import least_peak
-from lowtide.solvers.published.methods import chain_schedules, fixed_actions
+from lowtide.solvers.published.methods import chain_schedules, fixed_candidates
 from lowtide.solvers.search_context import Evaluated, SearchContext
 
 
@@ -108,7 +108,9 @@ class LeastPeakSearch:
         if chain is not None:
             yield self._context.simulated(chain)
         else:
-            yield min(map(evaluate, fixed_actions(graph)), key=lambda e: (e.peak_bytes, *e.rank))
+            yield self._least_published()
+        if passes(graph) > 1:
+            yield self._least_published()
         if (columns := ColumnGeneration.of(self._context)) is not None:
             choice = columns.min_peak_choice()
             yield evaluate(choice.actions, choice.replays)
@@ -116,6 +118,10 @@ class LeastPeakSearch:
             yield evaluate(complete_actions(graph, graph.stored))
         if len(free := sorted(recomputable(graph))) <= tuning.LEAST_PEAK_ALL_CHOICES:
             yield min(map(evaluate, _all_actions(graph, free)), key=_height)
+
+    def _least_published(self) -> Evaluated:
+        found = map(self._context.simulated, fixed_candidates(self._graph))
+        return min(found, key=lambda e: (e.peak_bytes, *e.rank))
 
     def _descent(self, start: Evaluated) -> Iterator[Evaluated]:
         """From ``start`` on, the first change each time that lowers the peak, or at how many moments it is reached."""

@@ -48,6 +48,9 @@ KEEP_SHARE: Final = 0.75  # A dear op that makes less stays apart: plans may kee
 TINY_OUTPUT_SHARE: Final = 0.05  # Of a group's bytes: smaller outputs (norm statistics, logsumexp) follow the largest.
 PER_OP_MODEL_OPS: Final = 12  # Graphs up to this many replayable ops are modelled op by op. By trial.
 
+# Steps with several backward passes over the same graph (published/methods.py)
+PASS_REPLAYS: Final = (2, 3, 6, 99)  # Of each recomputed op: two losses +64 to +37 % at full's peak (2026-11-26).
+
 # The MILP (milp/peak_model.py, milp/highs.py)
 ALL_BURSTS_SIZE: Final = 300  # Up to this size all burst rows are there from the start; above, cuts add them. By trial.
 TIE_BREAK: Final = 2e-3  # Times fall by this share over the depth: equal layers would be interchangeable. By trial.

@@ -12,14 +12,13 @@ from torch import nn
 from lowtide.errors import PlanMismatchError
 from lowtide.options import Offload, names_checked, offload_policy
 from lowtide.plan import Plan
-from lowtide.tape import backward_entry
 from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.program import TapedCall, program_of
 from lowtide.tape.switched_mode import is_on
 from lowtide.tape.tape import Counts, Tape
-from lowtide.tracing import module_calls
+from lowtide.tracing import backward_entry, module_calls
 from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.model_facts import ModelFacts
 from lowtide.tracing.restore import check_can_be_rehearsed

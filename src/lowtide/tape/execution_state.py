@@ -47,11 +47,22 @@ class ExecutionState:
         gathered: Where the model's parameters are, if ZeRO-3 gathers and frees them.
         windows: Of a sharded model in a step without a plan: where its parameters are whole.
         on_difference: In a rehearsal: called with each op whose replay gives other bits, which is no error there.
+        knows_passes: The plan counts replays over all backward passes of the step (``Plan.passes``).
         stream: In a step without a plan on an accelerator: where the forward pass runs, and so replays.
         seals: On a device: what is sealed there, once something is.
     """
 
-    __slots__ = ("_model", "_versions", "flags", "gathered", "on_difference", "seals", "stream", "windows")
+    __slots__ = (
+        "_model",
+        "_versions",
+        "flags",
+        "gathered",
+        "knows_passes",
+        "on_difference",
+        "seals",
+        "stream",
+        "windows",
+    )
 
     def __init__(self, model: Callable[[], nn.Module | None], *, wrapped: bool = False) -> None:
         self.flags = numeric_flags()
@@ -63,6 +74,7 @@ class ExecutionState:
         self.seals: SealsOnDevice | None = None
         self.on_difference: Callable[[Any], None] | None = None
         self.stream: torch.Stream | None = None
+        self.knows_passes = False
 
     @property
     def is_sharded(self) -> bool:

@@ -103,11 +103,13 @@ class PlanProgram:
         num_ops_before_model: Ops of the step itself before its first call of the model.
         functions: Of the calls that are one op.
         flags: The global ones under which ops are proven now.
+        knows_passes: See ``Plan.passes``.
         called_whole: Paths of the modules whose calls are.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.moves_anything = bool(plan.tiers)
+        self.knows_passes = plan.passes > 1
         self.functions = ReportingFunctions()
         self.flags: tuple | None = None  # that the present proofs hold under; None: there are none yet
         self._proven_under: dict[tuple, frozenset[int]] = {}
@@ -185,7 +187,8 @@ class PlanProgram:
             self._proven_under[flags] = self._proven_under.get(flags, frozenset()) | frozenset(ops)
             return
         for number in ops:
-            self.ops[number].proven = True
+            if number < len(self.ops):  # what ran later than the plan's part of the step was proven, too
+                self.ops[number].proven = True
 
     @property
     def keeps_everything(self) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd  # where ops were recorded
 from torch._C import _current_graph_task_id as graph_task
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, no_autocast
@@ -33,7 +34,7 @@ def unpacked(placeholder: Value | View) -> Tensor:
         ReplayError: an input of a replayed op was changed in place.
     """
     if torch.is_grad_enabled():  # under create_graph
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():  # the tape sees ops of the step, and replays are none
             tensor = unpacked(placeholder)
         if graph_task() != -1:
             stand_for(placeholder.value, tensor)  # ops of this backward save it again
@@ -101,6 +102,7 @@ class Burst:
                 "fused into\nbackward changes weights that a second backward would replay with.\n"
                 "Leave out retain_graph, or remove the plan for this step."
             )
+        keep = keep and not state.knows_passes
         replayed: list[weakref.ref[Value]] = []
         transient_recipes: list[weakref.ref[Source]] = []
         with no_autocast(), state.restored():

@@ -48,11 +48,13 @@ from lowtide.tape.values import (
     value_of,
 )
 from lowtide.tracing import module_calls
+from lowtide.tracing.backward_entry import in_last_backward, is_autograds_own
 from lowtide.tracing.bits import same_bits
 from lowtide.tracing.function_calls import ObservedFunctionCall, stored_and_returned
 from lowtide.tracing.operators import (
     allocated_bytes,
     draws_random_numbers,
+    fills_its_storage,
     fingerprint,
     is_wrapper_type,
     omitted_in_replay,
@@ -194,6 +196,7 @@ class Tape(SwitchedMode):
         self._region, self._diverged_after, self._told, self._recipes = call, None, False, None
         self._online = None
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
+        self._run.knows_passes = self.program.knows_passes
         self.program.run_under(self._run.flags)
         if self.rehearses:
             self._run.on_difference = self.proves_at_birth
@@ -286,11 +289,6 @@ class Tape(SwitchedMode):
             else:
                 call.watches = call.hooks = None
 
-    def have_hooks(self) -> None:
-        """A backward that creates a graph is about to run: it saves tensors again."""
-        self._call.hooks = True
-        self.switch(watches=self.watches, hooks=True)
-
     def _close(self, call: _OpenCall) -> None:
         """No more ops of ``call`` are expected: planned ones that did not run are counted."""
         planned = call.planned
@@ -382,7 +380,7 @@ class Tape(SwitchedMode):
             return NotImplemented
         if self._to_seal:
             self._seal_unheld()
-        if graph_task() != -1 or self._pauses or (self._wrapped and fake_mode_is_on()):
+        if in_last_backward() or self._pauses or (self._wrapped and fake_mode_is_on()):
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._backward_began:
             if not torch.is_grad_enabled():  # the optimizer's work between two steps
@@ -395,7 +393,7 @@ class Tape(SwitchedMode):
                 return func(*args, **kwargs) if kwargs else func(*args)
             if call.next < len(planned.ops):
                 op = planned.ops[call.next]
-                if op.func is func or op.bind(func):
+                if (op.func is func or op.bind(func)) and not is_autograds_own(func):
                     call.next += 1
                     if op.drops:
                         result = self._record(op, args, kwargs or {})
@@ -406,7 +404,7 @@ class Tape(SwitchedMode):
                     if op.moves:
                         self._move(op, result, args)
                     return result
-            if func.namespace == "profiler":  # FSDP's labels are no ops of the step
+            if func.namespace == "profiler" or is_autograds_own(func):  # FSDP's labels are no ops of the step
                 return func(*args, **(kwargs or {}))
             if self._callers or not self._whole_step:  # outside the model others may run besides, a metric or a log
                 self._diverge()
@@ -474,6 +472,8 @@ class Tape(SwitchedMode):
             attributes[MARK] = value
             self._marked.append(weakref.ref(storage))
             self.counts.dropped += 1
+            if not fills_its_storage(tensor):  # a loss has as much memory as its terms: nobody wrote the rest
+                continue
             if self.rehearses:
                 self._to_seal.append(storage)
             elif self.proves_at_birth is not None and (recipe.number + self.counts.steps) % _SEALED_STEPS == 0:

@@ -1,6 +1,7 @@
 """Which storage of the graph each live tensor has."""
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,6 +62,16 @@ class LiveStorages:
     def adopt(self, number: int) -> None:
         """A storage that came from nowhere turned out to be made in the step: its death is an event."""
         self._adopted.add(number)
+
+    def take_as_inputs(self) -> list[int]:
+        """The storages that came from nowhere, and were there before the step: inputs of it from now on."""
+        found = [
+            s.id for s in self._builder.storages
+            if s.op is None and s.kind == "other" and s.bytes and s.id not in self._adopted
+        ]  # fmt: skip
+        for number in found:
+            self._builder.storages[number] = replace(self._builder.storages[number], kind="input")
+        return found
 
     def note_free(self, number: int) -> None:
         """Python holds the storage no more; a tape, which does, is no part of the step."""

@@ -22,6 +22,7 @@ from lowtide.graph.step_graph import Op
 from lowtide.measurement.allocator import measuring
 from lowtide.measurement.op_inputs import describe
 from lowtide.tracing import subclasses
+from lowtide.tracing.backward_entry import in_last_backward, is_autograds_own
 from lowtide.tracing.compiled_regions import CompiledRegions
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignmentGuard
 from lowtide.tracing.function_calls import ObservedFunctionCall
@@ -147,8 +148,10 @@ class Recorder(UncompiledMode):
 
     def record(self, func: Any, args: tuple, kwargs: dict, run: RunOp) -> Any:
         """What ``run`` returns, which runs ``func`` on plain tensors, recorded as an op of the step."""
+        if is_autograds_own(func):
+            return run(nullcontext())
         builder, id_of = self.builder, self.number_of
-        backward = self._backward or torch._C._current_graph_task_id() != -1
+        backward = self._backward or in_last_backward()
         inputs = [*tensors_in(args), *tensors_in(kwargs)]
         for tensor in inputs:
             if type(tensor) not in PLAIN_TYPES and not _is_plain_parameter(tensor):

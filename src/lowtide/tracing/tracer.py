@@ -22,6 +22,7 @@ from lowtide.graph.gradients import with_gradients_before, with_gradients_made
 from lowtide.graph.step_graph import StepGraph
 from lowtide.hollow.memory import is_hollow
 from lowtide.tracing import module_calls
+from lowtide.tracing.backward_entry import telling_apart
 from lowtide.tracing.batches import batch_tensors, call_model, describe_batch, without_history
 from lowtide.tracing.data_parallel import ddp_bucket_bytes, gradients_are_buckets, unwrapped
 from lowtide.tracing.gradient_sums import fold
@@ -154,6 +155,9 @@ def finished_graph(
     trained = [p for name, p in model.named_parameters() if name in received]
     state_bytes, step_bytes = (optimizer_bytes if hollow is None else hollow.optimizer_bytes)(optimizer, trained)
     resident = resident_bytes(model, batch, device, received - made, existing_state_bytes(optimizer), block)
+    if hollow is None and not is_accelerator(device):  # there the allocator has counted them
+        # Targets, mostly: they were there before the step, and the model was not called with them.
+        resident["batch"] += sum(_in_blocks(builder.storages[n].bytes, block) for n in recorder.live.take_as_inputs())
     return builder.build(
         device=device.type,
         device_name=device_name(device) if is_accelerator(device) else platform.processor() or "cpu",
@@ -191,7 +195,7 @@ def _record_step(
         recorder.observe_sharding(model)
         module_calls.thread_state.observer = recorder
         with torch.enable_grad(), recorder:
-            with torch.autograd.graph.saved_tensors_hooks(recorder.hooks.pack, recorder.hooks.unpack):
+            with telling_apart(), torch.autograd.graph.saved_tensors_hooks(recorder.hooks.pack, recorder.hooks.unpack):
                 with builder.paused():
                     loss, output = forward(run)
             if received:

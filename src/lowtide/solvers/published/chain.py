@@ -29,7 +29,13 @@ from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import PACK, RUN, UNPACK, StepGraph
 from lowtide.plan import RECOMPUTE
 from lowtide.solvers.candidate import Candidate
-from lowtide.solvers.graph_queries import complete_actions, recomputable, repeated_layers, stored_at_backward_start
+from lowtide.solvers.graph_queries import (
+    complete_actions,
+    read_by_forward,
+    recomputable,
+    repeated_layers,
+    stored_at_backward_start,
+)
 from lowtide.solvers.published.lazy_candidates import LazyCandidate, ops_that_make, planned_ms
 from lowtide.solvers.search_context import SearchContext
 
@@ -122,7 +128,7 @@ class StepChain:
         for op in graph.forward_ops:
             made[stage_of[op.id]].update(op.makes)
         kept = set().union(*made) - recomputable(graph)
-        for storage, ops in step_facts(graph).readers.items():
+        for storage, ops in read_by_forward(graph).items():
             maker = graph.storages[storage].op
             if maker not in stage_of or storage in kept:  # made by backward, where that creates a graph: no decision
                 continue

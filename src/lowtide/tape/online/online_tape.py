@@ -48,6 +48,7 @@ from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.online.sharding import OnlineSharding, copy_before_write, is_closed, read_copies
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
 from lowtide.tracing import module_calls
+from lowtide.tracing.backward_entry import in_last_backward
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignedError, DataAssignmentGuard
 from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.operators import (
@@ -128,7 +129,7 @@ class OnlineTape(UncompiledMode):
 
     def begin_step(self, unseen_bytes: int = 0) -> None:
         """A step starts, or the rest of one that holds ``unseen_bytes`` already: of earlier ones nothing counts."""
-        self.live.restart(unseen_bytes)
+        self.live.restart(unseen_bytes or self._expected.inputs_bytes)
         self.releaser.forget_step()
         self._run = run = ExecutionState(self._model, wrapped=self._wrapped)
         model = self._model()
@@ -613,7 +614,7 @@ class RunningOp:
 
     def __init__(self, tape: OnlineTape, func: Any, args: tuple, kwargs: dict) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.backward = graph_task() != -1
+        self.backward = in_last_backward()
         tape._number += 1
         self.written = written_tensors(func, args, kwargs) if written_arguments(func) else []
         self.key = tape.make_room_for(func, args, kwargs)

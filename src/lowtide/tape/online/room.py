@@ -27,9 +27,14 @@ _PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.
 
 
 class ExpectedBytes:
-    """What each op made when it ran on arguments of these shapes."""
+    """What each op made when it ran on arguments of these shapes.
+
+    Attributes:
+        inputs_bytes: Of the last step: what was there before it and no call of the model was given (targets, mostly).
+    """
 
     def __init__(self) -> None:
+        self.inputs_bytes = 0
         self._made: dict[tuple, int] = {}
         self._workspace: dict[tuple, int] = {}
         self._workspace_share: dict[tuple, float] = {}  # the most, of what an op with these dtypes reads and makes

@@ -5,17 +5,22 @@ thread's state for every node; and no hook reports that a backward has failed. `
 ``autograd.backward`` and ``autograd.grad`` all go through one Python function, which is wrapped while a step is
 observed. All three pass the roots first, then their gradients, whether the graph is retained, and whether one is
 created.
+
+A backward that creates a graph is part of a loss: what it makes is differentiated again, as what a forward makes is.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 import torch.autograd as autograd
 import torch.autograd.graph as autograd_graph
 from torch._C import _current_graph_task_id as graph_task
 
+_DETACH = torch.ops.aten.detach.default
 _NAME = "_engine_run_backward"  # in both modules
 
 
@@ -33,6 +38,41 @@ class BackwardObserver(Protocol):
 
 _observers: list[weakref.ref[BackwardObserver]] = []  # weak: this list must not keep a fitted model alive
 _entry: Any = None  # what was there before
+_num_creating = 0  # backwards that create a graph and run now: of all threads, since a device has its own
+
+
+def in_last_backward() -> bool:
+    """Whether a backward runs whose results nobody differentiates. Known while somebody observes."""
+    return graph_task() != -1 and not _num_creating
+
+
+def is_autograds_own(func: Any) -> bool:
+    """Whether ``func`` runs since autograd hands out what it saved, in a backward that creates a graph.
+
+    How often it does so depends on who looks on: it is no op of the step.
+    """
+    return func is _DETACH and _num_creating > 0 and graph_task() != -1
+
+
+@contextmanager
+def telling_apart() -> Iterator[None]:
+    """Inside, ``in_last_backward`` knows, whoever observes besides."""
+    observer = _Unconcerned()
+    undo = observe(observer)
+    try:
+        yield
+    finally:
+        undo()
+
+
+class _Unconcerned:
+    def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
+        pass
+
+    def after_backward(
+        self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
+    ) -> None:
+        pass
 
 
 def observe(observer: BackwardObserver) -> Callable[[], None]:
@@ -63,16 +103,19 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     if graph_task() != -1:  # inside another one
         return _entry(*args, **kwargs)
     retains, creates = bool(args[2]), bool(args[3])
+    global _num_creating
     observers = [observer for reference in _observers if (observer := reference()) is not None]
     for observer in observers:
         observer.before_backward(args[0], creates=creates)
     failure: BaseException | None = None
+    _num_creating += creates
     try:
         return _entry(*args, **kwargs)
     except BaseException as error:
         failure = error
         raise
     finally:
+        _num_creating -= creates
         for observer in observers:
             observer.after_backward(args[0], failure, retains=retains, creates=creates)
         failure = None  # its traceback holds this frame: a cycle, and the step's memory in it

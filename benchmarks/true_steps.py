@@ -1,0 +1,246 @@
+"""Kinds of training steps: is the predicted peak what the step takes, and is the budget kept? One JSON line a kind.
+
+    python benchmarks/true_steps.py                       all kinds; about ten minutes
+    python benchmarks/true_steps.py --kinds maml adamw    some of them: the other lines of the file stay
+    python benchmarks/true_steps.py --quick               fewer steps, nothing written unless --out says where
+
+Each kind is a process of its own, on one thread. There the same training runs plain, under ``torch.utils.checkpoint``
+around each block where that works, and under ``lowtide.fit(model, budget=...)`` without a batch, with the peak that
+checkpointing takes as its budget. Where checkpointing does not work, or takes more than 90 % of the plain peak, the
+budget is what is resident and 60 % of the rest of the plain peak.
+
+- Peaks: the allocator's, of each step, on top of what is resident before it (weights, gradients, optimizer states, the
+  batch). The predicted one is that of the plan that the step ran under.
+- Times: processor time, steps of the trainings in turn, medians.
+- Bits: losses of each step and the weights after all of them, against the plain training's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from provenance import provenance
+from step_probe import resident_bytes
+from true_step_kinds import KINDS, Kind, Training
+
+import lowtide
+from lowtide.measurement.allocator import measuring
+from lowtide.tracing.bits import same_bits
+from lowtide.tracing.operators import allocated_bytes, storage_of, tensors_in
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "true_steps_cpu.jsonl"
+FRACTION = 0.6
+MOST_OF_PLAIN = 0.9  # where checkpointing takes more, it is no budget
+STEPS, PLANNED_AFTER, ROUNDS = 10, 4, 7
+PARTS = ("planned", "unplanned")
+LIMIT_S = 300  # of one kind
+
+
+def main() -> int:
+    args = _arguments()
+    chosen = [kind for kind in KINDS if args.kinds is None or kind.name in args.kinds]
+    if args.here:
+        torch.set_num_threads(1)
+        warnings.filterwarnings("ignore", message=".*create_graph=True.*")
+        print(json.dumps(line(chosen[0], rounds=2 if args.quick else ROUNDS)), flush=True)
+        return 0
+    lines = []
+    for kind in chosen:
+        lines.append(_in_process(kind, quick=args.quick))
+        print(told(lines[-1]), file=sys.stderr, flush=True)
+    if args.out is None:
+        print("".join(json.dumps(found) + "\n" for found in lines), end="")
+    else:
+        _write(args.out, lines)
+    return 1 if any(found["status"] != "ok" for found in lines) else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--kinds", nargs="+", choices=[kind.name for kind in KINDS], metavar="KIND", help="some of them"
+    )
+    parser.add_argument("--out", type=Path, help=f"default {RESULTS.relative_to(HERE.parent)}; with --quick stdout")
+    parser.add_argument("--quick", action="store_true", help="fewer steps, to see that it runs")
+    parser.add_argument("--here", action="store_true", help="one kind, in this process, its line to stdout")
+    args = parser.parse_args()
+    if args.out is None and not args.quick:
+        args.out = RESULTS
+    return args
+
+
+def _write(out: Path, lines: list[dict]) -> None:
+    """Replace the lines of these kinds in ``out``."""
+    old = [json.loads(text) for text in out.read_text().splitlines()] if out.exists() else []
+    fresh = {found["kind"] for found in lines}
+    order = [kind.name for kind in KINDS]
+    every = [found for found in old if found["kind"] not in fresh and found["kind"] in order] + lines
+    out.parent.mkdir(parents=True, exist_ok=True)
+    every.sort(key=lambda found: order.index(found["kind"]))
+    out.write_text("".join(json.dumps(found) + "\n" for found in every))
+
+
+def _in_process(kind: Kind, *, quick: bool) -> dict:
+    command = [sys.executable, __file__, "--here", "--kinds", kind.name, *(["--quick"] if quick else [])]
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOWTIDE_CACHE_DIR": cache, "MALLOC_MMAP_MAX_": "0"}
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+            )
+            status, errors = f"ended with {done.returncode}", done.stderr
+            if done.returncode == 0:
+                return json.loads(done.stdout.splitlines()[-1])
+        except subprocess.TimeoutExpired as error:
+            status, errors = f"no end after {LIMIT_S} s", str(error.stderr or "")
+    failure = {"benchmark": "true_steps_cpu", "kind": kind.name, "what": kind.what, "status": status}
+    return failure | {"error": errors.splitlines()[-20:]} | provenance()
+
+
+# -- one kind -------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A training, step by step, with the peak of each part of a step that it measures."""
+
+    def __init__(self, make: Callable[[bool], Training], *, checkpointed: bool = False) -> None:
+        torch.manual_seed(0)
+        self.training = make(checkpointed)
+        self.training.measured = self._measured
+        self.fit: lowtide.Fit | None = None
+        self.losses: list[torch.Tensor] = []
+        self.peaks: list[int] = []  # one a measured part
+        self.predicted: list[int | None] = []  # of the same parts; None: no plan
+        self.parts_by_step: list[int] = []
+        self.seconds: list[float] = []  # of processor time, of steps whose peak nobody measured
+        self.counts_peaks = True
+        self._steps = 0
+
+    def step(self) -> None:
+        torch.manual_seed(1000 + self._steps)
+        gc.collect()  # else garbage that the step frees would count as freed by it
+        parts, began = len(self.peaks), time.process_time()
+        self.losses += [loss.clone() for loss in self.training.step(self._steps)]
+        if self.counts_peaks:
+            self.parts_by_step.append(len(self.peaks) - parts)
+        else:
+            self.seconds.append(time.process_time() - began)
+        self._steps += 1
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        if not self.counts_peaks:
+            yield
+            return
+        before, planned = self.resident_bytes(), self._planned_steps
+        with measuring("cpu") as counter:
+            yield
+        assert counter is not None
+        self.peaks.append(before + counter.peak)
+        used = self._planned_steps > planned and self.fit is not None
+        self.predicted.append(self.fit.plan.predicted_peak_bytes if used else None)
+
+    def resident_bytes(self) -> int:
+        states = [optimizer.state for optimizer in self.training.optimizers]
+        storages = {s._cdata: s for t in tensors_in([list(state.values()) for state in states]) if (s := storage_of(t))}
+        return resident_bytes(self.training.model, self.training.batch) + sum(map(allocated_bytes, storages.values()))
+
+    @property
+    def _planned_steps(self) -> int:
+        return 0 if self.fit is None else self.fit.status().planned_steps
+
+    def same_as(self, other: Run) -> bool:
+        mine, others = self.training.model.state_dict().values(), other.training.model.state_dict().values()
+        losses = len(self.losses) == len(other.losses) and all(map(same_bits, self.losses, other.losses))
+        return losses and all(map(same_bits, mine, others))
+
+
+def line(kind: Kind, *, rounds: int) -> dict:
+    """Run the kind in this process and measure it."""
+    plain = Run(kind.make)
+    checkpointed = Run(kind.make, checkpointed=True) if kind.checkpoints else None
+    for _ in range(STEPS):
+        plain.step()
+        if checkpointed is not None:
+            checkpointed.step()
+    start = plain.resident_bytes()
+    plain_peak = max(plain.peaks)
+    budget = start + int(FRACTION * (plain_peak - start))
+    if checkpointed is not None and max(checkpointed.peaks) < MOST_OF_PLAIN * plain_peak:
+        budget = max(checkpointed.peaks)
+    ours, watched = Run(kind.make), Run(kind.make)
+    ours.fit = lowtide.fit(ours.training.model, budget=budget)
+    for i in range(STEPS):
+        ours.step()
+        if i == PLANNED_AFTER - 1:
+            ours.fit.wait(120)
+    status, plan = ours.fit.status(), ours.fit.plan if ours.fit.plans else None
+    equal = plain.same_as(ours)
+    watched.fit = lowtide.fit(watched.training.model, budget=budget)
+    watched.fit._lifecycle.plans_by_shape.request = lambda *_, **__: None  # nobody plans
+    for _ in range(3):
+        watched.step()
+    runs = {"plain": plain, "checkpointed": checkpointed, "lowtide": ours, "unplanned": watched}
+    for _ in range(rounds):
+        for run in runs.values():
+            if run is not None:
+                run.counts_peaks = False
+                run.step()
+    planned = [(peak, of) for peak, of in zip(ours.peaks, ours.predicted) if of is not None]
+    unplanned = [peak for peak, of in zip(ours.peaks, ours.predicted) if of is None]
+    errors = [(peak - of) / of for peak, of in planned]
+    for run in (ours, watched):
+        run.fit.remove()
+    return {
+        "benchmark": "true_steps_cpu", "kind": kind.name, "what": kind.what, "status": "ok",
+        "bitwise_equal": equal, "start_bytes": start, "plain_peak_bytes": plain_peak, "budget_bytes": budget,
+        "checkpointed_peak_bytes": None if checkpointed is None else max(checkpointed.peaks),
+        "checkpointed_equal": None if checkpointed is None else bool(
+            all(map(same_bits, plain.losses[: len(checkpointed.losses)], checkpointed.losses[: len(plain.losses)]))),
+        "peaks": ours.peaks, "predicted": ours.predicted, "planned_parts": len(planned), "parts": len(ours.peaks),
+        "largest_error": max(errors, key=abs, default=None),
+        "planned_peak_share": max((peak / budget for peak, _ in planned), default=None),
+        "unplanned_peak_share": max((peak / budget for peak in unplanned), default=None),
+        "predicted_overhead": None if plan is None else plan.predicted_overhead,
+        "step_ms": {name: 1e3 * statistics.median(run.seconds) for name, run in runs.items() if run is not None},
+        "reasons": list(status.reasons), "why_not": status.why_not,
+        **provenance(),
+    }  # fmt: skip
+
+
+def told(found: dict) -> str:
+    name = f"{found['kind']:<22}"
+    if found["status"] != "ok":
+        return "\n".join([f"{name} {found['status']}", *found["error"]])
+    shown = [
+        "equal" if found["bitwise_equal"] else "NOT EQUAL",
+        f"{found['planned_parts']}/{found['parts']} planned",
+        f"error {_percent(found['largest_error'])}",
+        "of budget planned {}, unplanned {}".format(*(_percent(found[f"{p}_peak_share"]) for p in PARTS)),
+        f"plain {found['plain_peak_bytes'] / found['budget_bytes']:.2f}",
+    ]
+    plain = found["step_ms"]["plain"]
+    shown += [f"{name} x{ms / plain:.2f}" for name, ms in found["step_ms"].items() if name != "plain"]
+    return "\n".join([f"{name} {', '.join(shown)}", *(f"    {r}" for r in (found["why_not"], *found["reasons"]) if r)])
+
+
+def _percent(share: float | None) -> str:
+    return "none" if share is None else f"{100 * share:.2f} %"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
