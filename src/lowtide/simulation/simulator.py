@@ -16,6 +16,7 @@ from lowtide.errors import PlanMismatchError
 from lowtide.graph.costs import Costs
 from lowtide.graph.memo import once_per_graph
 from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.writes import ops_written_under
 from lowtide.plan import ACTIONS, RECOMPUTE, SAVE, TIER_OF, Moves, Plan
 from lowtide.simulation.allocator_peaks import AllocatorPeaks, allocator_peaks
 from lowtide.simulation.replay_bursts import Replay
@@ -181,5 +182,7 @@ def _check(graph: StepGraph, costs: Costs, actions: Mapping[int, str]) -> None:
             source = graph.storages[read]
             if source.kind != "activation" and (source.op is not None or source.fixed):
                 why = f"its op reads storage {read}, which {source.fixed or 'is made in backward'}"
+        if storage.op in ops_written_under(graph):
+            why = why or "what its op reads is written before backward has asked for it"
         if why:
             raise PlanMismatchError(f"storage {storage_id} cannot be recomputed: {why}. Save it.")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from lowtide.graph.facts import step_facts
 from lowtide.graph.memo import once_per_graph
 from lowtide.graph.step_graph import UNPACK, Op, StepGraph
+from lowtide.graph.writes import ops_written_under
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulation.references import graph_index
 
@@ -27,13 +28,18 @@ def passes(graph: StepGraph) -> int:
 
 @once_per_graph
 def replayable_ops(graph: StepGraph) -> frozenset[int]:
-    """Forward ops that a replay may run: nothing they read was written during the step, some output is free to go.
+    """Forward ops that a replay may run: what they read is as it was, some output is free to go.
 
     What runs once the last backward has begun is not taped.
     """
     lasting = {s.id for s in graph.storages if s.kind == "activation" or (s.op is None and not s.fixed)}
     free = {s.id for s in graph.storages if s.kind == "activation" and not s.fixed}
-    return frozenset(op.id for op in taped_ops(graph) if lasting.issuperset(op.reads) and not free.isdisjoint(op.makes))
+    written = ops_written_under(graph)
+    return frozenset(
+        op.id
+        for op in taped_ops(graph)
+        if lasting.issuperset(op.reads) and not free.isdisjoint(op.makes) and op.id not in written
+    )
 
 
 @once_per_graph

@@ -91,6 +91,8 @@ class Recorder(UncompiledMode):
         self.sums = GradientSums(self.live)
         self.new_gradients: dict[str, set[int]] = {}  # by parameter: storages that the step's backward made
         self.written_parameters: set[int] = set()  # storages that the step writes (``p.data.mul_(...)``, mostly)
+        self.parameters: dict[int, torch.Tensor] = {}  # by storage
+        self._steps_in_backward: dict[int, tuple[int, int]] = {}  # by storage: the version before, and writes since
         self._before_writes: list[tuple[torch.Tensor, torch.Tensor]] = []  # their memory, and a copy of it before
         builder = self.builder  # autograd holds the guard, which must not lead to us and from us to its nodes
         self.assignments = DataAssignmentGuard[int](
@@ -288,7 +290,7 @@ class Recorder(UncompiledMode):
             rng_bytes = 0
         else:
             for s in writes:
-                if not self._is_gathering(s):
+                if not self._is_gathering(s) and not (backward and self._note_step_in_backward(s)):
                     builder.mark_written(s)
         builder.ops.append(
             Op(
@@ -352,6 +354,24 @@ class Recorder(UncompiledMode):
             builder.unfix(written)
         builder.complete_inplace(maker, others, rng_bytes)
         return maker
+
+    def _note_step_in_backward(self, storage: int) -> bool:
+        """Whether ``storage`` is a parameter, which an optimizer that steps in backward writes, mostly."""
+        parameter = self.parameters.get(storage)
+        if parameter is None:
+            return False
+        version, writes = self._steps_in_backward.get(storage, (parameter._version, 0))
+        self._steps_in_backward[storage] = version, writes + 1
+        return True
+
+    def settle_writes(self) -> None:
+        """The step is over: what backward has written unseen (``p.data``) no replay may read, not even before that.
+
+        A write that counts a version is found by a replay that comes too late.
+        """
+        for storage, (version, writes) in self._steps_in_backward.items():
+            if self.parameters[storage]._version - version < writes:
+                self.builder.mark_written(storage)
 
     def start_backward(self) -> None:
         self._backward = True

@@ -147,6 +147,7 @@ def finished_graph(
 ) -> StepGraph:
     """The graph of a step that is over; ``received``: names of the parameters that have, or had, a gradient."""
     device = device_of(model)
+    recorder.settle_writes()
     written, builder = recorder.written_parameters, recorder.builder
     block = block_bytes(device.type) if hollow is None else hollow.block_bytes
     new = builder.settle_gradients()
@@ -249,7 +250,8 @@ def add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
     live = recorder.live
     for p in model.parameters():
         for t in plain_tensors(p):
-            live.id_of(t, "parameter")
+            if (number := live.id_of(t, "parameter")) is not None and t is p:
+                recorder.parameters[number] = p
         for t in plain_tensors(p.grad) if p.grad is not None else ():
             live.id_of(t, "gradient")
     for t in shards_of(model.parameters()):
