@@ -9,6 +9,7 @@ import torch
 from lowtide import cli
 from lowtide.estimation.device_table import device_named
 from lowtide.foresight import quantized_layers, subjects
+from lowtide.foresight.changes import toggles
 from lowtide.foresight.forecaster import Forecaster
 from lowtide.foresight.named_subjects import subject_named
 from lowtide.foresight.step_planner import StepPlanner
@@ -213,3 +214,33 @@ def test_a_large_step_is_planned_by_a_method_that_takes_seconds(model, monkeypat
     found = planner.within([budget], 0, thorough=True, offload=False).plan
 
     assert found.method == "knapsack" and found.predicted_peak_bytes <= budget and found.gap < 0.1
+
+
+def test_an_optimizer_in_backward_holds_one_gradient_at_a_time(model):
+    usual, stepping = (forecast(model, precision="fp32", optimizer_in_backward=on) for on in (False, True))
+    largest = max(p.gradient_bytes for p in subject_named(model).facts(usual.setup).parameters)
+
+    assert stepping.by_part["gradients"] == 0 and usual.by_part["parameters"] == stepping.by_part["parameters"]
+    assert stepping.by_part["optimizer"] == usual.by_part["optimizer"]
+    assert stepping.allocated_bytes < usual.allocated_bytes - usual.by_part["gradients"] + 2 * largest
+    assert any("no clipping by the global norm" in line for line in stepping.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"accumulate": 2}, "--accumulate 2"),
+        ({"data_parallel": 2}, "several ranks"),
+        ({"offload_optimizer": True}, "--offload-optimizer"),
+        ({"optimizer": "none"}, "--optimizer none"),
+        ({"master_weights": True}, "--master-weights"),
+    ],
+)
+def test_what_needs_all_gradients_does_not_go_with_an_optimizer_in_backward(options, named):
+    assert named in refused(optimizer_in_backward=True, **options)
+
+
+def test_an_optimizer_in_backward_is_offered_where_one_device_steps_each_time():
+    offered = [option for option, *_ in toggles(TrainingSetup(A100, batch_size=1))]
+    assert "--optimizer-in-backward" in offered
+    assert "--optimizer-in-backward" not in [option for option, *_ in toggles(TrainingSetup(A100, accumulate=2))]

@@ -60,6 +60,8 @@ def add_parser(verbs: Any) -> None:
     selective = "layers are checkpoints that keep attention and every other matrix product (torchtitan's op)"
     parser.add_argument("--selective-op", action="store_true", help=f"{selective}; no plan is looked for")
     parser.add_argument("--offload-optimizer", action="store_true", help="the optimizer on the host")
+    stepping = "each gradient is used and freed as soon as it is complete (LOMO): no clipping by the global norm"
+    parser.add_argument("--optimizer-in-backward", action="store_true", help=stepping)
     parser.add_argument("--offload-activations", action="store_true", help="a plan may move activations to the host")
     parser.add_argument("--cuda-version", metavar="X.Y", help="whose context is counted (default: of 11.7 and later)")
     budget = 'of allocated memory: "auto" (default), "60GiB", "40%%" of the plain activations, or "none": no plan'
@@ -162,6 +164,7 @@ def _setup(args: argparse.Namespace) -> TrainingSetup:
         sequence_parallel=args.sequence_parallel, expert_parallel=args.expert_parallel,
         pipeline_parallel=found.pipeline,
         offload_optimizer=args.offload_optimizer, offload_activations=args.offload_activations,
+        optimizer_in_backward=args.optimizer_in_backward,
     )  # fmt: skip
 
 

@@ -45,6 +45,10 @@ def toggles(setup: TrainingSetup) -> Iterator[tuple[str, str, TrainingSetup]]:
         yield "--offload-activations", "activations may go to host memory", replace(setup, offload_activations=True)
     if not setup.offload_optimizer and setup.optimizer != "none":
         yield "--offload-optimizer", "the optimizer on the host", replace(setup, offload_optimizer=True)
+    alone = setup.ranks == 1 and setup.accumulate == 1 and not setup.master_weights and not setup.offload_optimizer
+    if alone and setup.optimizer != "none" and not setup.optimizer_in_backward:
+        what = "each gradient is used and freed at once; no clipping by the global norm"
+        yield "--optimizer-in-backward", what, replace(setup, optimizer_in_backward=True)
     if setup.tensor_parallel > 1 and not setup.sequence_parallel and not setup.chunk_loss:
         yield "--sequence-parallel", "between layers a part of the tokens", replace(setup, sequence_parallel=True)
     for ranks in _RANKS:

@@ -18,7 +18,12 @@ from lowtide.foresight.step_time import step_ms
 from lowtide.foresight.subjects import Subject
 from lowtide.foresight.training_setup import TrainingSetup
 from lowtide.graph.costs import Costs
-from lowtide.graph.gradients import gradient_bytes_at, with_gradients_before, with_part_of_gradients
+from lowtide.graph.gradients import (
+    gradient_bytes_at,
+    with_gradients_before,
+    with_gradients_stepped,
+    with_part_of_gradients,
+)
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.simulation.simulator import simulate
@@ -42,7 +47,7 @@ class Forecaster:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self._planners: dict[tuple[int, str, int | None], StepPlanner] = {}
+        self._planners: dict[tuple[int, str, int | None, bool], StepPlanner] = {}
         self._ranks: dict[TrainingSetup, RankMemory] = {}
 
     def forecast(self, setup: TrainingSetup, *, budget: int | str | None = "auto", thorough: bool = True) -> Forecast:
@@ -123,9 +128,11 @@ class Forecaster:
         graph, kept = self.subject.trace(setup), None
         if setup.makes_gradients:
             kept = self.rank(setup).gradients
-        key = id(graph), setup.device.name, kept  # the subject keeps its graphs
+        key = id(graph), setup.device.name, kept, setup.optimizer_in_backward  # the subject keeps its graphs
         if key not in self._planners:
             of_rank = with_gradients_before(graph) if kept is None else with_part_of_gradients(graph, kept)
+            if setup.optimizer_in_backward:
+                of_rank = with_gradients_stepped(graph, self.rank(setup).step_share)
             self._planners[key] = StepPlanner(of_rank, setup.device)
         return self._planners[key]
 

@@ -67,7 +67,9 @@ class RankMemory:
 
     Attributes:
         gathered: Parts of other ranks that are here at a time, buckets, and what of them is on its way.
-        optimizer_step: Temporaries of ``optimizer.step()``, when activations are gone.
+        optimizer_step: Temporaries of ``optimizer.step()``, when activations are gone; in backward, of the largest
+            parameter's, with its gradient.
+        step_share: Of a gradient's bytes, what the optimizer takes beside it when it steps in backward.
         host: In host memory, for each rank.
         rule: How it was divided, in words.
     """
@@ -80,6 +82,7 @@ class RankMemory:
     optimizer_step: int
     host: int
     rule: str
+    step_share: float = 0.0
 
     @cached_property
     def resident_bytes(self) -> int:
@@ -129,7 +132,14 @@ def rank_memory(facts: Facts, setup: TrainingSetup) -> RankMemory:
     if setup.offload_optimizer:
         host, state, step = state + gradients, 0, 0
         rule += "; the optimizer and its step are on the host"
-    return RankMemory(parameters, gradients, state, facts.buffer_bytes, gathered, step, host, rule)
+    share = 0.0
+    if setup.optimizer_in_backward and trained:
+        largest = max(trained, key=lambda p: p.gradient_bytes)
+        _, alone = _optimizer_bytes([largest], setup, is_divided=False)
+        share = alone / largest.gradient_bytes
+        gradients, step = 0, alone + largest.gradient_bytes
+        rule += "; the optimizer steps in backward, one gradient at a time: no clipping by the global norm"
+    return RankMemory(parameters, gradients, state, facts.buffer_bytes, gathered, step, host, rule, share)
 
 
 def replicas(parameter: Parameter, setup: TrainingSetup) -> int:

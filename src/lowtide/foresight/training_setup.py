@@ -54,6 +54,8 @@ class TrainingSetup:
         sequence_parallel: Between attention and MLP, tensor parallel ranks hold a part of the tokens each.
         stage: Of a pipeline, which stage is asked about, from 0; None: the one that holds most.
         offload_optimizer, offload_activations: To host memory.
+        optimizer_in_backward: Each gradient is used by the optimizer and freed as soon as it is complete (LOMO, Lv et
+            al. 2023, https://arxiv.org/abs/2306.09782): gradients cannot be clipped by their global norm.
         cuda_version: Such as ``"11.2"``; None: one that loads kernels when they are first called.
     """
 
@@ -82,6 +84,7 @@ class TrainingSetup:
     stage: int | None = None
     offload_optimizer: bool = False
     offload_activations: bool = False
+    optimizer_in_backward: bool = False
     cuda_version: str | None = None
 
     def __post_init__(self) -> None:
@@ -118,6 +121,8 @@ class TrainingSetup:
             raise SetupError(
                 "--selective-op is a plan of its own, which moves nothing. Leave --offload-activations out."
             )
+        if self.optimizer_in_backward:
+            self._check_optimizer_in_backward()
         if self.cuda_version is not None and not re.fullmatch(r"\d+\.\d+", self.cuda_version):
             raise SetupError(f"--cuda-version {self.cuda_version!r} is no version. Pass one such as 12.4.")
         self._check_parallel()
@@ -137,6 +142,18 @@ class TrainingSetup:
             raise SetupError(
                 f"--compute-dtype {dtype} is for shards in float32; --precision is {self.precision}. Pass fp32, or "
                 "leave one of them out."
+            )
+
+    def _check_optimizer_in_backward(self) -> None:
+        held = {
+            f"--accumulate {self.accumulate}": self.accumulate > 1, "several ranks": self.ranks > 1,
+            "--offload-optimizer": self.offload_optimizer, "--optimizer none": self.optimizer == "none",
+            "--master-weights": self.master_weights,
+        }  # fmt: skip
+        if against := [option for option, given in held.items() if given]:
+            raise SetupError(
+                f"--optimizer-in-backward uses each gradient as soon as one backward has made it, on one device; "
+                f"{against[0]} does not go with that. Leave one of them out."
             )
 
     def _check_parallel(self) -> None:

@@ -60,6 +60,28 @@ def with_part_of_gradients(graph: StepGraph, part_bytes: int) -> StepGraph:
     )  # fmt: skip
 
 
+def with_gradients_stepped(graph: StepGraph, temporary_share: float) -> StepGraph:
+    """The step whose backward uses each gradient as soon as it is complete, and frees it.
+
+    Args:
+        temporary_share: Of a gradient's bytes, what its use takes for a moment.
+    """
+    made = {s.id for s in graph.storages if s.kind == NEW_GRADIENT}
+    freed, ops = defaultdict(list), list(graph.ops)
+    for storage, at in _last_ops(graph, made).items():
+        freed[RUN, at].append((FREE, storage))
+        moment = int(temporary_share * graph.storages[storage].bytes)
+        ops[at] = replace(ops[at], workspace_bytes=max(ops[at].workspace_bytes, moment))
+    left = graph.resident["gradients"] - sum(graph.storages[s].bytes for s in made)
+    return replace(
+        graph,
+        storages=tuple(replace(s, kind="backward") if s.id in made else s for s in graph.storages),
+        ops=tuple(ops),
+        events=tuple(e for event in graph.events for e in (event, *freed.get(event, ()))),
+        resident=graph.resident | {"gradients": left},
+    )
+
+
 def gradient_bytes_at(graph: StepGraph, event: int) -> int:
     """Bytes of gradients that are there when event number ``event`` of the step happens."""
     ran = {number for kind, number in graph.events[: event + 1] if kind == RUN}
