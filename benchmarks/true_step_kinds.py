@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-WIDTH, TOKENS, BLOCKS = 128, 1024, 6
+WIDTH, TOKENS, BLOCKS = 128, 2048, 6
 
 
 @dataclass

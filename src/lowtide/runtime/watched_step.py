@@ -76,6 +76,7 @@ class WatchedStep(OnlineTape):
         self._assignments = None  # the recorder looks
         self._calls_compiled_code = False
         self._counts_inputs = not is_accelerator(device_of(model))  # there all that was allocated is known
+        self._num_looked_at = 0  # storages of the record: which of them are inputs is known
         self._inputs_bytes = 0  # of what was there before the step, and no call of the model was given
         self._expected_inputs_bytes = self._expected.inputs_bytes  # counted as live from the start
         self._op_of: dict[int, int] = {}  # by the tape's number: the builder's
@@ -96,6 +97,7 @@ class WatchedStep(OnlineTape):
             batch = Call(args, kwargs)
             self._calls_compiled_code = any(map(calls_compiled_code, model.modules()))
             add_residents(self.recorder, model, batch)
+            self._num_looked_at = len(self._builder.storages)
             self.recorder.observe_sharding(model)
             self.found_gathered = has_gathered(model)
             # Of parameters what ZeRO-3 has gathered by now, and not what it leaves gathered at the end.
@@ -136,7 +138,7 @@ class WatchedStep(OnlineTape):
         if not builder.recording or builder.ops_ignored:  # of compiled code in backward some operators show
             return super()._run_op(func, args, kwargs)
         before = len(builder.ops)
-        known, storages = len(builder.signatures), len(builder.storages)
+        known = len(builder.signatures)
         result, failed = None, True
         ran = False
 
@@ -157,8 +159,8 @@ class WatchedStep(OnlineTape):
                 raise
             self.stop_recording(error)
             return result if ran else super()._run_op(func, args, kwargs)
-        if self._counts_inputs and len(builder.storages) > storages:
-            self._count_inputs(storages, (args, kwargs))
+        if self._counts_inputs and len(builder.storages) > self._num_looked_at:
+            self._count_inputs((args, kwargs))
         if len(builder.ops) > before and not self.problem:
             self._expected.learn_workspace(self._key, builder.ops[-1].workspace_bytes)
             self.note_workspace(func, builder.ops[-1].workspace_bytes)
@@ -166,9 +168,10 @@ class WatchedStep(OnlineTape):
             self._op_of[self._number] = len(builder.ops) - 1
         return result
 
-    def _count_inputs(self, since: int, given: Any) -> None:
+    def _count_inputs(self, given: Any) -> None:
         """Tensors that no call of the model was given, targets mostly, take memory too."""
-        found = {number: t for t in tensors_in(given) if (number := self._storages.find(t) or 0) >= since > 0}
+        since, self._num_looked_at = self._num_looked_at, len(self._builder.storages)
+        found = {number: t for t in tensors_in(given) if (number := self._storages.find(t) or 0) >= since}
         for number, tensor in found.items():
             storage, recorded = storage_of(tensor), self._builder.storages[number]
             if storage is None or recorded.op is not None or storage in self.live:
