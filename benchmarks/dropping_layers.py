@@ -21,9 +21,9 @@ from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.search_context import SearchContext
-from lowtide.tracing import backward_entry
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
+from lowtide.tracing import backward_entry
 
 LAYERS = 8
 DROPPING = {"keeps everything": 0, f"drops in 1 of {LAYERS} layers": 1, "drops in every layer": LAYERS}

@@ -17,6 +17,7 @@ from lowtide.runtime.fitted_model import Fit
 from lowtide.runtime.plan_request import Answer, PlanRequest
 from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tracing.operators import allocated_bytes, storage_of, tensors_in
+from lowtide.tracing.subclasses import plain_tensors
 
 PHASES = ("first", "planning", "online", "planned")
 
@@ -150,13 +151,13 @@ class Probe:
 
 
 def resident_bytes(model: nn.Module, batch: Any = (), *, gradients_to_come: bool = False) -> int:
-    """Bytes of parameters, buffers, gradients and ``batch``, each storage once.
+    """Bytes of parameters, buffers, gradients and ``batch``, each storage once; of a sharded model this rank's.
 
     Args:
         gradients_to_come: Count a gradient for each parameter that will get one, as a plan does.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    tensors = [*model.parameters(), *model.buffers(), *gradients, *tensors_in(batch)]
+    tensors = plain_tensors(*model.parameters(), *model.buffers(), *gradients, *tensors_in(batch))
     storages = {s._cdata: s for t in tensors if (s := storage_of(t)) is not None}
     missing = [p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None] if gradients_to_come else []
     return sum(map(allocated_bytes, storages.values())) + sum(missing)

@@ -155,9 +155,13 @@ class Run:
         self.predicted.append(self.fit.plan.predicted_peak_bytes if used else None)
 
     def resident_bytes(self) -> int:
+        model = self.training.model
+        buckets = 0  # DDP's gradients are views of its buckets, which stay when ``zero_grad`` lets go of them
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            buckets = sum(p.nbytes for p in model.parameters() if p.grad is None)
         states = [optimizer.state for optimizer in self.training.optimizers]
         storages = {s._cdata: s for t in tensors_in([list(state.values()) for state in states]) if (s := storage_of(t))}
-        return resident_bytes(self.training.model, self.training.batch) + sum(map(allocated_bytes, storages.values()))
+        return buckets + resident_bytes(model, self.training.batch) + sum(map(allocated_bytes, storages.values()))
 
     @property
     def _planned_steps(self) -> int:

@@ -46,6 +46,14 @@ class CallShape(NamedTuple):
         """The same call in a first micro-batch."""
         return self._replace(pattern=self.pattern.removeprefix(_LATER))
 
+    def of_training(self, trained: str) -> "CallShape":
+        """The same call in steps that train other parameters: autograd stores other tensors, and makes other gradients.
+
+        Args:
+            trained: What marks these steps.
+        """
+        return self._replace(pattern=trained + self.pattern)
+
     def share_of(self, other: "CallShape") -> float:
         """How much smaller than ``other``, in the dimension where they differ most."""
         return min((a / b for a, b in zip(self.sizes, other.sizes, strict=True) if b), default=1.0)

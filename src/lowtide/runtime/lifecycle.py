@@ -103,6 +103,7 @@ class Lifecycle:
         self._shapes: list[CallShape] = []  # of the calls since the last backward
         self._planned_calls = 0  # of these
         self._has_gradients = False  # before the present step: it adds to them
+        self._trained = ""  # which parameters it trains, if not those of the first
         self._awaited = 0  # more backward passes that may come of earlier calls, as in a pipeline
         self._step: PlannedStep | None = None  # in force in the present step
         self._watch: OnlineTape | None = None
@@ -207,7 +208,8 @@ class Lifecycle:
             self._shapes = []
         begins = not self._shapes
         if begins:
-            self._has_gradients = self._past.has_gradients()
+            self._has_gradients, self._trained = self._past.has_gradients(), self._past.trained_since()
+        shape = shape.of_training(self._trained) if self._trained else shape
         shape = shape.with_gradients() if self._has_gradients else shape
         if begins:
             self._begin_step(model, shape, (args, kwargs))

@@ -1,6 +1,7 @@
 """Training that goes past a fitted model: steps of it that lowtide did not see, and backward passes of other models."""
 
 import weakref
+import zlib
 from threading import get_ident
 
 import torch
@@ -33,6 +34,8 @@ class PastTraining:
         # By the thread that runs a backward: gradients before it. None: they say nothing, another ran at the same time.
         self._before: dict[int, list[tuple[int, int]] | None] = {}
         self._num_others = 0
+        self._parameters = [weakref.ref(p) for p in model.parameters()]
+        self._trained_at_first = self._trained()
 
     @property
     def sampled(self) -> list[nn.Parameter | None]:
@@ -54,6 +57,14 @@ class PastTraining:
     def has_gradients(self) -> bool:
         """Whether the model has any now, as far as the sample tells: a step that begins adds to them."""
         return any(p is not None and p.grad is not None for p in self.sampled)
+
+    def trained_since(self) -> str:
+        """What marks steps that train other parameters than at first (frozen and thawed ones); "" for the same."""
+        trained = self._trained()
+        return "" if trained == self._trained_at_first else f"trains {zlib.crc32(trained):x}; "
+
+    def _trained(self) -> bytes:
+        return bytes((p := reference()) is not None and p.requires_grad for reference in self._parameters)
 
     def note_call(self) -> None:
         """The model was called."""
