@@ -38,6 +38,7 @@ from lowtide.tracing.batches import Call, describe_batch
 from lowtide.tracing.data_assignments import DataAssignedError
 from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.gradient_sums import fold
+from lowtide.tracing.graph_builder import Mark
 from lowtide.tracing.model_facts import device_of
 from lowtide.tracing.operators import storage_of, tensors_in
 from lowtide.tracing.optimizer_state import existing_state_bytes
@@ -76,6 +77,7 @@ class WatchedStep(OnlineTape):
         self._assignments = None  # the recorder looks
         self._calls_compiled_code = False
         self._counts_inputs = not is_accelerator(device_of(model))  # there all that was allocated is known
+        self._end: Mark | None = None  # of the record, when the last backward so far had ended
         self._num_looked_at = 0  # storages of the record: which of them are inputs is known
         self._inputs_bytes = 0  # of what was there before the step, and no call of the model was given
         self._expected_inputs_bytes = self._expected.inputs_bytes  # counted as live from the start
@@ -174,7 +176,7 @@ class WatchedStep(OnlineTape):
         found = {number: t for t in tensors_in(given) if (number := self._storages.find(t) or 0) >= since}
         for number, tensor in found.items():
             storage, recorded = storage_of(tensor), self._builder.storages[number]
-            if storage is None or recorded.op is not None or storage in self.live:
+            if storage is None or recorded.op is not None or recorded.fixed or storage in self.live:
                 continue
             self._inputs_bytes += recorded.bytes
             if unexpected := max(0, min(recorded.bytes, self._inputs_bytes - self._expected_inputs_bytes)):
@@ -263,7 +265,11 @@ class WatchedStep(OnlineTape):
                 del self._python_holds[key]
 
     def note_backward(self, model: nn.Module) -> None:
-        """A backward has ended: its gradients are there."""
+        """A backward has ended: its gradients are there. If it was the last one, the step ends here.
+
+        What it left of its graph may keep the record open: ``backward(inputs=...)`` passes some nodes by.
+        """
+        self._end = self._builder.mark()
         if self._builder.recording:
             self._received |= self.recorder.note_gradients(model)
 
@@ -283,6 +289,8 @@ class WatchedStep(OnlineTape):
         """
         self._poll()
         self._builder.recording = False
+        if self._end is not None:
+            self._builder.cut(self._end)
         self._expected.inputs_bytes = self._inputs_bytes
         graph = finished_graph(self.recorder, model, (), optimizer, self._received)
         if is_accelerator(graph.device):  # at the end, what the caller holds of the step is there too

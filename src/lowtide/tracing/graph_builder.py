@@ -194,6 +194,10 @@ class GraphBuilder:
         """Where the record stands now."""
         return Mark(len(self.ops), len(self.events), len(self.storages), len(self.saved))
 
+    def cut(self, mark: "Mark") -> None:
+        """The step ended at ``mark``: what was recorded later is no part of it."""
+        del self.ops[mark.ops :], self.events[mark.events :], self.storages[mark.storages :], self.saved[mark.saved :]
+
     def made_since(self, mark: "Mark") -> list[int]:
         """Storages made since then that live."""
         freed = {number for kind, number in self.events[mark.events :] if kind == FREE}

@@ -64,10 +64,13 @@ class LiveStorages:
         self._adopted.add(number)
 
     def take_as_inputs(self) -> list[int]:
-        """The storages that came from nowhere, and were there before the step: inputs of it from now on."""
+        """The storages that came from nowhere, and were there before the step: inputs of it from now on.
+
+        What the step writes is none: DDP's buckets, which count as gradients.
+        """
         found = [
             s.id for s in self._builder.storages
-            if s.op is None and s.kind == "other" and s.bytes and s.id not in self._adopted
+            if s.op is None and s.kind == "other" and s.bytes and not s.fixed and s.id not in self._adopted
         ]  # fmt: skip
         for number in found:
             self._builder.storages[number] = replace(self._builder.storages[number], kind="input")

@@ -289,8 +289,10 @@ class Recorder(UncompiledMode):
         if completes is not None:
             rng_bytes = 0
         else:
+            # What gathers a parameter gives it the values that it had.
+            writes = tuple(s for s in writes if not self._is_gathering(s))
             for s in writes:
-                if not self._is_gathering(s) and not (backward and self._note_step_in_backward(s)):
+                if not (backward and self._note_step_in_backward(s)):
                     builder.mark_written(s)
         builder.ops.append(
             Op(
