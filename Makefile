@@ -5,7 +5,7 @@ INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 ENVIRONMENT := sh tools/environment.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slowest test-accelerator test-cuda test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps compiled claims advice foresight zoo figures clean
+.PHONY: help demo test test-all test-slowest test-accelerator test-cuda test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps steps compiled claims advice foresight zoo figures clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ integrations: .venv/.ready  ## train in the libraries that people train with, wi
 
 real-steps: .venv/.ready  ## train in loops as people write them, with fit and without; a quarter of an hour
 	$(BIN)/python benchmarks/real_steps.py
+
+steps: .venv/.ready  ## train kinds of steps: predicted peaks beside counted ones; a quarter of an hour
+	$(BIN)/python benchmarks/true_steps.py
 
 compiled: .venv/.ready  ## compare compiled layers and whole graphs under PyTorch's options and under plans; an hour
 	$(BIN)/python benchmarks/compiled.py

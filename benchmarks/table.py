@@ -42,6 +42,7 @@ from integrations_table import cases_table, timed_table
 from limits_table import costs_table
 from real_steps_table import real_steps_table
 from reserved_table import reserved_table
+from true_steps_table import true_steps_summary, true_steps_table
 
 from lowtide.doctor import registry
 
@@ -95,6 +96,8 @@ def main() -> int:
         ),
         Page(HOW_TO / "checkpoint-by-hand.md", "checkpoint", RESULTS / "checkpoint_calls_cpu.jsonl", checkpoint_table),
         Page(HOW_TO / "watch-real-steps.md", "real steps", RESULTS / "real_steps_cpu.jsonl", real_steps_table),
+        Page(ROOT / "docs" / "steps.md", "steps summary", RESULTS / "true_steps_cpu.jsonl", true_steps_summary),
+        Page(ROOT / "docs" / "steps.md", "steps table", RESULTS / "true_steps_cpu.jsonl", true_steps_table),
         Page(HOW_TO / "long-sequences.md", "long", RESULTS / "long_sequences_cpu.jsonl", long_table),
         Page(ROOT / "docs" / "doctor.md", "checks", None, lambda _: registry.table()),
         Page(ROOT / "docs" / "doctor.md", "bugs", RESULTS / "doctor_bugs_cpu.jsonl", bugs_table),

@@ -42,20 +42,24 @@ class Kind:
     Attributes:
         what: In words, for the page.
         checkpoints: ``torch.utils.checkpoint`` works for it.
+        of_plain: The budget is that much of the plain peak; None: what ``true_steps.py`` says.
     """
 
     name: str
     what: str
     make: Callable[[bool], Training]
     checkpoints: bool = True
+    of_plain: float | None = None
 
 
 KINDS: list[Kind] = []
 
 
-def kind(what: str, *, checkpoints: bool = True) -> Callable[[Callable[[bool], Training]], Callable[[bool], Training]]:
+def kind(
+    what: str, *, checkpoints: bool = True, of_plain: float | None = None
+) -> Callable[[Callable[[bool], Training]], Callable[[bool], Training]]:
     def add(make: Callable[[bool], Training]) -> Callable[[bool], Training]:
-        KINDS.append(Kind(make.__name__, what, make, checkpoints))
+        KINDS.append(Kind(make.__name__, what, make, checkpoints, of_plain))
         return make
 
     return add
@@ -148,7 +152,7 @@ def accumulated(checkpointed: bool) -> Training:
     return usual(checkpointed, accumulate=2)
 
 
-@kind("weights are most of the memory")
+@kind("weights are most of the memory; 1 % above the plain peak", of_plain=1.01)
 def weight_heavy(checkpointed: bool) -> Training:
     return usual(
         checkpointed, net=Net(checkpointed, blocks=[Block(inner=16) for _ in range(BLOCKS)]), tokens=lambda i: 64

@@ -124,7 +124,8 @@ class Run:
         self.fit: lowtide.Fit | None = None
         self.losses: list[torch.Tensor] = []
         self.peaks: list[int] = []  # one a measured part
-        self.predicted: list[int | None] = []  # of the same parts; None: no plan
+        self.predicted: list[int | None] = []  # of the same parts; None: no plan, or one for larger batches
+        self.under_plan: list[bool] = []  # likewise
         self.parts_by_step: list[int] = []
         self.seconds: list[float] = []  # of processor time, of steps whose peak nobody measured
         self.counts_peaks = True
@@ -152,7 +153,14 @@ class Run:
         assert counter is not None
         self.peaks.append(before + counter.peak)
         used = self._planned_steps > planned and self.fit is not None
-        self.predicted.append(self.fit.plan.predicted_peak_bytes if used else None)
+        self.under_plan.append(used)
+        self.predicted.append(self._predicted_bytes() if used else None)
+
+    def _predicted_bytes(self) -> int | None:
+        """Of the plan that the last step ran under, if that was made for a batch of these sizes."""
+        assert self.fit is not None
+        plan, sizes = self.fit.plan, str(list(self.training.batch[0].shape))
+        return plan.predicted_peak_bytes if sizes in plan.calls[0] else None
 
     def resident_bytes(self) -> int:
         model = self.training.model
@@ -186,6 +194,8 @@ def line(kind: Kind, *, rounds: int) -> dict:
     budget = start + int(FRACTION * (plain_peak - start))
     if checkpointed is not None and max(checkpointed.peaks) < MOST_OF_PLAIN * plain_peak:
         budget = max(checkpointed.peaks)
+    if kind.of_plain is not None:
+        budget = int(kind.of_plain * plain_peak)
     ours, watched = Run(kind.make), Run(kind.make)
     ours.fit = lowtide.fit(ours.training.model, budget=budget)
     for i in range(STEPS):
@@ -204,9 +214,9 @@ def line(kind: Kind, *, rounds: int) -> dict:
             if run is not None:
                 run.counts_peaks = False
                 run.step()
-    planned = [(peak, of) for peak, of in zip(ours.peaks, ours.predicted) if of is not None]
-    unplanned = [peak for peak, of in zip(ours.peaks, ours.predicted) if of is None]
-    errors = [(peak - of) / of for peak, of in planned]
+    planned = [peak for peak, under in zip(ours.peaks, ours.under_plan) if under]
+    unplanned = [peak for peak, under in zip(ours.peaks, ours.under_plan) if not under]
+    errors = [(peak - of) / of for peak, of in zip(ours.peaks, ours.predicted) if of is not None]
     for run in (ours, watched):
         run.fit.remove()
     return {
@@ -215,9 +225,10 @@ def line(kind: Kind, *, rounds: int) -> dict:
         "checkpointed_peak_bytes": None if checkpointed is None else max(checkpointed.peaks),
         "checkpointed_equal": None if checkpointed is None else bool(
             all(map(same_bits, plain.losses[: len(checkpointed.losses)], checkpointed.losses[: len(plain.losses)]))),
+        "watched_peak_share": max(watched.peaks) / budget,
         "peaks": ours.peaks, "predicted": ours.predicted, "planned_parts": len(planned), "parts": len(ours.peaks),
         "largest_error": max(errors, key=abs, default=None),
-        "planned_peak_share": max((peak / budget for peak, _ in planned), default=None),
+        "planned_peak_share": max((peak / budget for peak in planned), default=None),
         "unplanned_peak_share": max((peak / budget for peak in unplanned), default=None),
         "predicted_overhead": None if plan is None else plan.predicted_overhead,
         "step_ms": {name: 1e3 * statistics.median(run.seconds) for name, run in runs.items() if run is not None},
