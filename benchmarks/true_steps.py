@@ -159,8 +159,8 @@ class Run:
     def _predicted_bytes(self) -> int | None:
         """Of the plan that the last step ran under, if that was made for a batch of these sizes."""
         assert self.fit is not None
-        plan, sizes = self.fit.plan, str(list(self.training.batch[0].shape))
-        return plan.predicted_peak_bytes if sizes in plan.calls[0] else None
+        plan, sizes = self.fit.plan, str(list(self.training.batch[0].shape)).replace(" ", "")
+        return plan.predicted_peak_bytes if sizes in plan.calls[0].replace(" ", "") else None
 
     def resident_bytes(self) -> int:
         model = self.training.model
