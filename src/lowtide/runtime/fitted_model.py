@@ -74,16 +74,20 @@ class Fit:
         if options.opaque:
             shown = ", ".join(options.opaque[:3]) + (", ..." if len(options.opaque) > 3 else "")
             self._reasons.say(f"{shown}: run again as a whole where a plan says so, their forward hooks too")
-        compiled = [path for path in facts.compiled if path]
-        if compiled and not facts.is_wrapped:
-            shown = ", ".join(compiled[:3]) + (", ..." if len(compiled) > 3 else "")
-            inside = "; lowtide.compile plans inside of them" if facts.device.type == "cpu" else ""
-            self._reasons.say(
-                f"each call of compiled code is one op, which is kept or runs again as a whole: {shown}{inside}"
-            )
+        for kind, paths in facts.parts_called_whole().items():
+            if not facts.is_wrapped:
+                shown = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
+                inside = "; lowtide.compile plans inside of them"
+                inside = inside if kind == "compiled code" and facts.device.type == "cpu" else ""
+                self._reasons.say(
+                    f"each call of {kind} is one op, which is kept or runs again as a whole: {shown}{inside}"
+                )
         unprepare = prepare(model, chunk_loss=options.chunk_loss, tile_mlp=options.tile_mlp, say=self._reasons.say)
         try:
-            self._lifecycle.checkpointing.switch_off()
+            if batch is None:
+                self._lifecycle.replace_checkpointing()
+            else:
+                self._lifecycle.checkpointing.switch_off()
             tiers.measure_ahead()
             if batch is None or not self._plan_first(facts, batch):
                 self._budget.check()
@@ -108,6 +112,7 @@ class Fit:
             if group_of(facts.model) is not None:  # the others have a plan, or raise
                 raise
             self._reasons.say(f"not rehearsed, planned from real steps instead: {str(error).splitlines()[0]}")
+            self._lifecycle.checkpointing.restore()  # the first of them decides
             return False
         self._lifecycle.put(first)
         size = sum(t.numel() * t.element_size() for t in batch_tensors(batch))

@@ -30,6 +30,7 @@ from lowtide.tracing.other_generators import HostGenerators, OwnGenerators, draw
 
 # Told of the context and of what the Function returned.
 Finished = Callable[[Any, Any], None]
+UNSETTLED = "has not been optimized by TorchScript yet"  # for this one call
 TRANSPARENT = "its operators say all"  # in place of a reason why what a call makes is kept
 TENSOR = object()  # in place of a tensor among arguments
 # Theirs do no work that a plan would want, or work that must not run twice (collectives, checkpoints).
@@ -145,6 +146,11 @@ class ObservedFunctionCall:
     def is_unseen(self) -> bool:
         """No operator of it shows, in backward neither, nor what it allocates."""
         return False
+
+    @property
+    def is_settled(self) -> bool:
+        """Of a call that has returned: later ones of the kind run the same code. If not, nothing is learned from it."""
+        return True
 
     @property
     def peak_bytes(self) -> int:

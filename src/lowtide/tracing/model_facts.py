@@ -12,11 +12,9 @@ from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.sharding.units import why_not_supported
 from lowtide.tracing.sharding.zero3 import coordinators_of
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
+from lowtide.tracing.whole_modules import is_scripted
 
-_WRAPPERS = frozenset({
-    "DataParallel", "FullyShardedDataParallel", "ReplicateModule",
-    "ScriptModule", "RecursiveScriptModule", "DeepSpeedEngine",
-})  # fmt: skip
+_WRAPPERS = frozenset({"DataParallel", "FullyShardedDataParallel", "ReplicateModule", "DeepSpeedEngine"})
 
 
 class ModelFacts:
@@ -44,6 +42,14 @@ class ModelFacts:
     def compiled(self) -> list[str]:
         """Paths of the outermost compiled modules; "" is the model itself."""
         return module_calls.compiled_parts(self.model)
+
+    def parts_called_whole(self) -> dict[str, list[str]]:
+        """Paths of compiled modules inside the model, by what they are called."""
+        found: dict[str, list[str]] = {}
+        for path in filter(None, self.compiled):
+            is_script = is_scripted(self.model.get_submodule(path))
+            found.setdefault("scripted code (TorchScript)" if is_script else "compiled code", []).append(path)
+        return found
 
     @cached_property
     def is_wrapped(self) -> bool:
@@ -88,8 +94,9 @@ class ModelFacts:
             inner = [type(t.data) for t in plain_tensors(parameter)]
             if unknown := [kind for kind in inner if kind is not torch.Tensor]:
                 raise UnsupportedModelError(
-                    f"parameter {name} is a {unknown[0].__name__}: subclass parameters other than DTensors are not "
-                    "taped yet.\nFit the model before it is quantised, or train without lowtide."
+                    f"parameter {name} is a {unknown[0].__name__}, a tensor subclass that does not say which plain "
+                    "tensors it wraps\n(__tensor_flatten__, __tensor_unflatten__): such are not taped.\n"
+                    "Use weights that do, as DTensor and torchao have them, or train without lowtide."
                 )
         if not any(p.requires_grad for p in self.model.parameters()):
             raise StepError("the model has no trainable parameter.\nSet requires_grad=True on what you want to train.")

@@ -22,6 +22,7 @@ from lowtide.tracing.sharding.observer import ShardingObserver, observe_units
 from lowtide.tracing.sharding.zero3 import observe_windows
 from lowtide.tracing.whole_modules import WholeCall, is_called_whole
 
+_COMPILED = frozenset({"OptimizedModule", "ScriptModule"})
 NO_GRAD = "(no gradients)"  # a frame for calls of the model itself without gradients: seen by a trace, never taped
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -142,10 +143,10 @@ def is_lowtide_call(call: Any) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """``module.compile()`` was called, or ``torch.compile`` returned it."""
+    """``module.compile()`` was called, or ``torch.compile`` or ``torch.jit`` returned it."""
     call = module._compiled_call_impl
     by_method = call is not None and not is_lowtide_call(call)
-    return by_method or any(c.__name__ == "OptimizedModule" for c in type(module).__mro__)
+    return by_method or not _COMPILED.isdisjoint(c.__name__ for c in type(module).__mro__)
 
 
 def compiled_parts(model: nn.Module) -> list[str]:

@@ -31,6 +31,7 @@ from lowtide.tracing.autograd_leaves import nodes_since
 from lowtide.tracing.compiled_regions import CompiledOp
 from lowtide.tracing.function_calls import (
     TRANSPARENT,
+    UNSETTLED,
     CallOfFunction,
     ObservedFunctionCall,
     ReportingFunctions,
@@ -104,6 +105,7 @@ class CallsAsOne:
     Attributes:
         proves: A call of a new kind runs again at once.
         buffers: Those of the model, which no call may change unseen.
+        found_unsettled: A call ran other code than later ones will.
         on_error: Called with an error in what is done when a call has returned; None: it is raised.
     """
 
@@ -117,6 +119,7 @@ class CallsAsOne:
         self._open_in_backward, self._why_fixed, self._note_made = open_in_backward, why_fixed, note_made
         self.stored = StoresOfCalls()
         self.buffers: list[torch.Tensor] = []
+        self.found_unsettled = False
         self.on_error: Callable[[Exception], None] | None = None
         self._watched = ReportingFunctions()
         self._running: _Running | None = None
@@ -188,6 +191,8 @@ class CallsAsOne:
         ms = 1e3 * (time.perf_counter() - running.start_s if took_s is None else took_s)
         verdict = self._known.verdict(kind)
         changed = set() if running.inputs is None else self._mark_changed(running)
+        if verdict is None and not running.call.is_settled:
+            verdict, self.found_unsettled = UNSETTLED, True
         if verdict is None:
             verdict, ms = self._judge(running, ctx, results, changed, ms)
             self._known.learn(kind, verdict)
@@ -337,6 +342,9 @@ class CallsAsOne:
         @never_compiled
         def begin(gradients: Any) -> None:
             nonlocal op
+            op = None
+            if torch.is_grad_enabled():  # part of a loss: what can be differentiated again shows its operators
+                return
             stored.unpacked, stored.inspecting_s = [] if looks else None, 0.0
             read = (n for t in tensors_in(gradients) if (n := live.find(t)) is not None)
             op = CompiledOp(builder, live, device, tuple(dict.fromkeys(read)), f"{name}.backward")
@@ -346,7 +354,8 @@ class CallsAsOne:
 
         @never_compiled
         def end(made: Any, gradients: Any) -> None:
-            assert op is not None
+            if op is None:
+                return
             unpacked, stored.unpacked, stored.given = stored.unpacked or [], None, None
             with stored.inspecting():
                 for tensor, number, before in unpacked:

@@ -48,6 +48,7 @@ from lowtide.tracing.subclasses import wrapped_parameters
 
 _AUTOGRAD_KEYS = ("ADInplaceOrView", "AutogradOther", "AutogradNestedTensor", "AutogradFunctionality")
 _nodes = threading.local()  # ``thrown_away``: of graphs of second runs
+_settled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _called_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -254,6 +255,10 @@ class ObservedModuleCall(ObservedFunctionCall):
         return self._compiled is not None
 
     @property
+    def is_settled(self) -> bool:
+        return not is_scripted(self._module) or _is_settled(self._module)
+
+    @property
     def peak_bytes(self) -> int:
         return (
             0 if self._compiled is None else self._compiled.peak_bytes.get(self.how.kind(tuple(self.tensors)).place, 0)
@@ -335,6 +340,22 @@ class WholeCall:
             return observer.opaque(self.path, module, run, list(tensors_in(given)))
         finally:
             self._thread_state.observer = observer
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """``torch.jit.script`` or ``torch.jit.trace`` made it."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _is_settled(module: Any) -> bool:
+    """Whether TorchScript has optimized the code of ``module``, as it does in the first calls; then it stays so."""
+    if module not in _settled:
+        try:
+            module._c.get_debug_state()
+        except RuntimeError:
+            return False
+        _settled.add(module)
+    return True
 
 
 def calls_compiled_code(module: nn.Module) -> bool:

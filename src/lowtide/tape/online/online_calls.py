@@ -23,6 +23,7 @@ from lowtide.tape.online.release import Releaser
 from lowtide.tracing.data_assignments import DataAssignedError
 from lowtide.tracing.function_calls import (
     TRANSPARENT,
+    UNSETTLED,
     CallOfFunction,
     Finished,
     ObservedFunctionCall,
@@ -156,6 +157,10 @@ class OnlineCall(ObservedFunctionCall):
         return self._call.is_unseen
 
     @property
+    def is_settled(self) -> bool:
+        return self._call.is_settled
+
+    @property
     def peak_bytes(self) -> int:
         return self._call.peak_bytes
 
@@ -258,6 +263,8 @@ class OnlineCall(ObservedFunctionCall):
         self.seconds = time.perf_counter() - self._own_work_s() - self._start_s
         results = stored_and_returned(ctx, output)
         changed = self._changed_inputs()
+        if self._verdict is None and not self.is_settled:
+            self._verdict = UNSETTLED
         if self._verdict is None:
             with _disable_current_modes():
                 self._verdict = self._judge(ctx, results, changed)
