@@ -358,7 +358,7 @@ def test_peak_under_everything_dropped_is_what_was_predicted():
 
 
 class Wrapped(torch.Tensor):
-    """A wrapper subclass, as quantised and sharded weights are."""
+    """A wrapper subclass of which nobody can say how to make it again from its part."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapped:
@@ -393,8 +393,9 @@ REFUSED = {
     ),
     "subclass weight": (
         subclass_weight,
-        "parameter 2.weight is a Wrapped: subclass parameters other than DTensors are not taped yet.\n"
-        "Fit the model before it is quantised, or train without lowtide.",
+        "parameter 2.weight is a Wrapped, a tensor subclass that does not say which plain tensors it wraps\n"
+        "(__tensor_flatten__, __tensor_unflatten__): such are not taped.\n"
+        "Use weights that do, as DTensor and torchao have them, or train without lowtide.",
     ),
 }
 
@@ -425,10 +426,70 @@ def test_a_subclass_that_only_appears_in_the_step_is_refused_by_name():
         lowtide.trace(model, torch.randn(4, 8))
     assert str(error.value) == (
         f"aten.mm.default got a {__name__}.Wrapped in module (the step).\n"
-        "  Tensor subclasses other than DTensor (quantised weights, say) are not taped yet.\n"
+        "  Tensor subclasses that do not say what they wrap (__tensor_flatten__) are not taped.\n"
         "Train this model without lowtide, or unwrap the tensor before the step."
     )
     assert is_clean(model)
+
+
+class Scaled(torch.Tensor):
+    """A weight in eight bits with a scale, as quantisation libraries have them: it says what it wraps."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype, device=data.device)
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
+        self.data_, self.scale = data, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data_", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride) -> Scaled:
+        return Scaled(inner["data_"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].data_, args[0].scale)
+        if func is torch.ops.aten.t.default:
+            return Scaled(args[0].data_.t(), args[0].scale)
+
+        def whole(t: Any) -> Any:
+            return t.data_.to(t.scale.dtype) * t.scale if isinstance(t, Scaled) else t
+
+        return func(*map(whole, args), **(kwargs or {}))
+
+
+def scaled_weights() -> nn.Module:
+    model = mlp()
+    for layer in (model[0], model[2]):
+        data = (layer.weight.detach() * 100).round().clamp(-128, 127).to(torch.int8)
+        layer.weight = nn.Parameter(Scaled(data, torch.tensor(0.01)), requires_grad=False)
+    return model
+
+
+def test_weights_that_say_what_they_wrap_are_taped_and_the_weights_they_make_are_dropped():
+    torch.manual_seed(0)
+    model, x = scaled_weights(), torch.randn(4, 16)
+    expected = train_step(model, x)
+    plan = harshest(model, x)
+
+    with lowtide.apply(model, plan):
+        found = train_step(model, x)
+
+    assert plan.counts["recompute"] > 0
+    assert found.keys() == expected.keys() and len(found) > 2
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def train_step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    loss = model(x).square().mean()
+    loss.backward()
+    found = {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+    model.zero_grad()
+    return found
 
 
 def test_without_the_refusal_a_subclass_weight_is_taped(monkeypatch):

@@ -53,5 +53,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_wrapper_type(kind: type) -> bool:
-    """Tensors of this type wrap plain ones: DTensors, and results of collectives that are still on their way."""
-    return kind.__module__.startswith("torch.distributed.") and hasattr(kind, "__tensor_flatten__")
+    """Tensors of this type say which plain ones they wrap: DTensors, quantised weights, results of collectives.
+
+    Nested tensors do too, of sizes that are symbols: no part of theirs stands for the whole.
+    """
+    says = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+    return says and not kind.__module__.startswith("torch.nested.")

@@ -1,4 +1,4 @@
-"""DTensor and other tensors that only wrap plain ones.
+"""DTensor, quantised weights and other tensors that only wrap plain ones.
 
 Below autograd a dispatch mode declines an op on wrappers; it then sees the op on the plain parts and each collective by
 itself. Autograd stores the wrappers; a saved-tensor hook packs the parts and rebuilds the wrapper.
@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.tracing.operators import is_wrapper_type, written_tensors
 
+_OF_RANKS = "torch.distributed."
+
 
 def plain_tensors(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors that ``tensors`` wrap; of a plain one itself."""
@@ -29,10 +31,10 @@ def plain_tensors(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def wrapped_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of ``model`` that are wrappers."""
+    """The parameters of ``model`` that are DTensors: shards, or whole by turns."""
     if "torch.distributed.tensor" not in sys.modules:  # importing it takes longer than looking
         return []
-    return [p for p in model.parameters() if is_wrapper_type(type(p))]
+    return [p for p in model.parameters() if is_wrapper_type(type(p)) and type(p).__module__.startswith(_OF_RANKS)]
 
 
 def fake_mode_is_on() -> bool:
