@@ -29,7 +29,7 @@ from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.tape import Counts
 from lowtide.tracing.bits import same_bits
 from lowtide.tracing.model_facts import device_of
-from lowtide.tracing.operators import is_wrapper_type
+from lowtide.tracing.operators import gradient_of, is_wrapper_type
 from lowtide.tracing.restore import Gradients, preserve_training_state
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 from lowtide.tracing.tracer import Step, run_step
@@ -150,7 +150,7 @@ class SideBySide:
         with self.rehearsal("none"):
             loss, counts = self._run(way)
             found: dict[str, Any] = {"loss": loss.clone()}
-            found |= {f"gradient of {n}": p.grad for n, p in self.model.named_parameters()}
+            found |= {f"gradient of {n}": gradient_of(p) for n, p in self.model.named_parameters()}
             found |= {f"buffer {n}": b.detach().clone() for n, b in self.model.named_buffers()}
         return found, counts
 

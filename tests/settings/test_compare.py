@@ -108,6 +108,15 @@ def test_compare_prints_a_table_that_fits_and_says_what_does_nothing(folder, cap
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.parametrize(
+    ("options", "framework"), [((), "transformers"), (("--framework", "trl"), "trl")], ids=["file", "option"]
+)
+def test_the_file_says_whose_settings_it_has_unless_the_option_does(folder, capsys, options, framework):
+    code = compare(folder, "framework: transformers\ngradient_checkpointing: true\n", "--json", *options)
+
+    assert (json.loads(capsys.readouterr().out)["framework"], code) == (framework, 0)
+
+
 def test_settings_that_change_nothing_are_a_finding_and_a_plan_is_shown_all_the_same(folder, capsys):
     code = compare(folder, '{"activation_checkpointing": {"cpu_checkpointing": true}}', name="ds.json")
 
@@ -131,6 +140,7 @@ def test_contradictions_are_a_finding_and_come_with_the_way_out(folder, capsys):
     [
         ("gradient_checkpointing: true\n", (), "may be settings of transformers or trl"),
         (BLOCK, ("--framework", "megatrn"), "Did you mean 'megatron'"),
+        (f"framework: megatrn\n{BLOCK}", (), "Did you mean 'megatron'"),
         ("[1, 2", (), "cannot be parsed"),
         ("just words\n", (), "holds no settings"),
         ("lr: 0.1\n", (), "no framework has all of no settings"),

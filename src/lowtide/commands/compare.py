@@ -39,7 +39,8 @@ def add_parser(verbs: Any) -> None:
     add_target(parser)
     frameworks = "transformers, trl, roll, megatron, colossalai, deepspeed, torchtitan, accelerate or torch"
     parser.add_argument("--settings", metavar="FILE", type=Path, required=True, help="a .yaml, .json or .toml file")
-    parser.add_argument("--framework", metavar="NAME", help=f"{frameworks}; told by the names where that is clear")
+    told = "read from the file's key framework, or told by the names where that is clear"
+    parser.add_argument("--framework", metavar="NAME", help=f"{frameworks}; {told}")
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,13 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     from lowtide.settings.frameworks import about_memory, check_framework, framework_of
 
     values = read_settings(args.settings)
+    named = values.pop("framework", None)
+    if args.framework is not None:
+        named = args.framework
     try:
-        check_framework(args.framework)
-        settings, others = about_memory(values, args.framework)
-        framework = args.framework or framework_of(settings)
+        check_framework(named)
+        settings, others = about_memory(values, named)
+        framework = named or framework_of(settings)
     except SettingsError as error:
         raise BadUsageError(str(error)) from error
     model, batch, step = load_step(args.target)

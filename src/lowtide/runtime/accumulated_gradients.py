@@ -12,13 +12,14 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.tracing.module_calls import never_compiled
+from lowtide.tracing.operators import gradient_of
 
 
 class _Gradient:
     """One leaf's, as it was."""
 
     def __init__(self, leaf: torch.Tensor) -> None:
-        self.leaf, self.grad = leaf, leaf.grad
+        self.leaf, self.grad = leaf, gradient_of(leaf)
         self.copy: torch.Tensor | None = None
         self.note_version()
 

@@ -10,6 +10,7 @@ from torch import nn
 from lowtide.runtime.notices import Notices
 from lowtide.runtime.status import Counters
 from lowtide.tracing import module_calls
+from lowtide.tracing.operators import gradient_of
 
 _MANY_OTHERS = 16  # backward passes of other models in a row
 _ONLY_OTHERS = (
@@ -52,11 +53,11 @@ class PastTraining:
         return before is not None and self._gradients() != before
 
     def _gradients(self) -> list[tuple[int, int]]:
-        return [(id(p.grad), _version(p.grad)) for p in self.sampled if p is not None]
+        return [(id(grad), _version(grad)) for p in self.sampled if p is not None for grad in (gradient_of(p),)]
 
     def has_gradients(self) -> bool:
         """Whether the model has any now, as far as the sample tells: a step that begins adds to them."""
-        return any(p is not None and p.grad is not None for p in self.sampled)
+        return any(p is not None and gradient_of(p) is not None for p in self.sampled)
 
     def trained_since(self) -> str:
         """What marks steps that train other parameters than at first (frozen and thawed ones); "" for the same."""

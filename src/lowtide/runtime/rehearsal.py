@@ -34,7 +34,7 @@ from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
 from lowtide.tracing.batches import without_history
 from lowtide.tracing.model_facts import device_of
-from lowtide.tracing.operators import fingerprint
+from lowtide.tracing.operators import fingerprint, gradient_of
 from lowtide.tracing.restore import Gradients, preserve_training_state, versions
 from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.tracing.tracer import Step, record, run_step
@@ -216,7 +216,7 @@ def _collect() -> None:
 
 def _live_bytes(model: nn.Module, graph: StepGraph) -> int:
     """What lives now of what is resident in the step."""
-    to_come = 0 if any(p.grad is not None for p in model.parameters()) else graph.resident["gradients"]
+    to_come = 0 if any(gradient_of(p) is not None for p in model.parameters()) else graph.resident["gradients"]
     return graph.resident_bytes - to_come - graph.resident["optimizer"]
 
 

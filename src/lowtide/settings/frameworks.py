@@ -121,7 +121,7 @@ def framework_of(values: Mapping[str, Any]) -> str:
         hint = f" {strange!r} is not known.{near(strange, every)}" if strange else ""
         raise SettingsError(
             f"no framework has all of {', '.join(values) or 'no settings'}.{hint}\n"
-            f"Say whose they are: framework= (or --framework) one of {', '.join(FRAMEWORKS)}."
+            f"Say whose they are: framework= (or --framework, or that key in the file) one of {', '.join(FRAMEWORKS)}."
         )
     raise SettingsError(
         f"{', '.join(values)} may be settings of {' or '.join(candidates)}.\n"

@@ -135,6 +135,11 @@ def omittable_arguments(func: Any) -> tuple[int, ...]:
     return OMITTED_IN_REPLAYS.get(packet_name(func), ())
 
 
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Its ``.grad``. None for a result of ops, which has none: PyTorch warns whoever asks."""
+    return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
+
+
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The one plain storage under ``tensor``; None for wrappers, sparse, nested, quantised, meta, functorch ones."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:

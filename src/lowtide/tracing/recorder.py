@@ -39,6 +39,7 @@ from lowtide.tracing.operators import (
     draws_random_numbers,
     fills_its_storage,
     fingerprint,
+    gradient_of,
     is_wrapper_type,
     may_draw_random_numbers,
     may_write_undeclared,
@@ -159,7 +160,7 @@ class Recorder(UncompiledMode):
             if type(tensor) not in PLAIN_TYPES and not _is_plain_parameter(tensor):
                 raise UnsupportedModelError(
                     f"{func} got a {type(tensor).__module__}.{type(tensor).__qualname__} in module {builder.path}.\n"
-                    "  Tensor subclasses other than DTensor (quantised weights, say) are not taped yet.\n"
+                    "  Tensor subclasses that do not say what they wrap (__tensor_flatten__) are not taped.\n"
                     "Train this model without lowtide, or unwrap the tensor before the step."
                 )
         reads = tuple(dict.fromkeys(n for n in map(id_of, inputs) if n is not None))
@@ -382,10 +383,10 @@ class Recorder(UncompiledMode):
         """A backward has ended: names of the parameters that have a gradient; which of these it made is noted."""
         found = set()
         for name, p in model.named_parameters():
-            if p.grad is None:
+            if (grad := gradient_of(p)) is None:
                 continue
             found.add(name)
-            numbers = {n for t in plain_tensors(p.grad) if (n := self.live.find(t)) is not None}
+            numbers = {n for t in plain_tensors(grad) if (n := self.live.find(t)) is not None}
             if new := {n for n in numbers if self.builder.note_gradient(n)}:
                 self.new_gradients[name] = new
         return found

@@ -18,7 +18,7 @@ from lowtide.tracing.batches import batch_tensors
 from lowtide.tracing.bits import same_bits
 from lowtide.tracing.data_parallel import preserve_ddp_state
 from lowtide.tracing.deepspeed_engines import is_partitioned
-from lowtide.tracing.operators import storage_of
+from lowtide.tracing.operators import gradient_of, storage_of
 from lowtide.tracing.sharding.units import preserve_fsdp_state
 from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 
@@ -109,6 +109,11 @@ def check_can_be_rehearsed(model: nn.Module) -> None:
             "the model is partitioned by DeepSpeed's ZeRO-3: a rehearsal would count as a step of its engine.\n"
             "Call lowtide.fit without a batch: it plans from real steps."
         )
+    if made := next((name for name, p in model.named_parameters() if not p.is_leaf), None):
+        raise UnsupportedModelError(
+            f"parameter {made} is a result of ops, as in an inner training step: a rehearsal would go through its "
+            "graph.\nCall lowtide.fit without a batch: it plans from real steps."
+        )
 
 
 @contextmanager
@@ -141,7 +146,7 @@ def preserve_training_state(
         parameters = list(model.parameters())
         hooks = [p._post_accumulate_grad_hooks for p in parameters]
         leaves = [t for t in batch_tensors(batch) if t.is_leaf and t.requires_grad]
-        grads = [(t, t.grad) for t in (*parameters, *leaves)]
+        grads = [(t, gradient_of(t)) for t in (*parameters, *leaves)]
         written = (p for n, p in model.named_parameters() if n in written_parameters)
         before = TrainingState(model, (*batch_tensors(batch), *written), unwritten)
         anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()

@@ -27,7 +27,7 @@ from lowtide.tracing.batches import batch_tensors, call_model, describe_batch, w
 from lowtide.tracing.data_parallel import ddp_bucket_bytes, gradients_are_buckets, unwrapped
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.model_facts import ModelFacts, device_of
-from lowtide.tracing.operators import is_wrapper_type, storage_of
+from lowtide.tracing.operators import gradient_of, is_wrapper_type, storage_of
 from lowtide.tracing.optimizer_state import existing_state_bytes, optimizer_bytes
 from lowtide.tracing.recorder import KernelFacts, Recorder
 from lowtide.tracing.restore import preserve_training_state, set_aside_other_gradients
@@ -36,6 +36,7 @@ from lowtide.tracing.sharding.zero3 import shards_of
 from lowtide.tracing.subclasses import plain_tensors
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
+_MOST_RECORDS = 2  # TorchScript runs other code from the second call on
 
 
 @dataclass(frozen=True)
@@ -120,15 +121,18 @@ def record(
     facts = ModelFacts(model)
     facts.check_supported()
     kernel_facts = None if hollow is None else hollow.kernel_facts
-    recorder = Recorder(facts.device, region="model" if step is None else "step", kernel_facts=kernel_facts)
-    if hollow is not None:
-        hollow.started(recorder)
     gather_each_once(model)
-    with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
+    with_gradient = {name for name, p in model.named_parameters() if gradient_of(p) is not None}
     there = facts.is_wrapped or gradients_are_buckets(model)
     # Beside the gradients that are there, as many again would break a budget. The recorder writes none of them.
-    with preserve_training_state(model, batch, gradients="zeroed" if there else "kept"):
-        received = _record_step(recorder, model, batch, step, forward)
+    for _ in range(_MOST_RECORDS):
+        recorder = Recorder(facts.device, region="model" if step is None else "step", kernel_facts=kernel_facts)
+        if hollow is not None:
+            hollow.started(recorder)
+        with preserve_training_state(model, batch, gradients="zeroed" if there else "kept"):
+            received = _record_step(recorder, model, batch, step, forward)
+        if hollow is not None or not recorder.functions.found_unsettled:
+            break
     received |= with_gradient
     graph = finished_graph(recorder, model, batch, optimizer, received, hollow)
     graph = fold(graph, recorder.sums.targets)
@@ -252,7 +256,7 @@ def add_residents(recorder: Recorder, model: nn.Module, batch: Any) -> None:
         for t in plain_tensors(p):
             if (number := live.id_of(t, "parameter")) is not None and t is p:
                 recorder.parameters[number] = p
-        for t in plain_tensors(p.grad) if p.grad is not None else ():
+        for t in plain_tensors(grad) if (grad := gradient_of(p)) is not None else ():
             live.id_of(t, "gradient")
     for t in shards_of(model.parameters()):
         live.id_of(t, "parameter")
@@ -298,7 +302,7 @@ def resident_bytes(
         "other": ddp_bucket_bytes(model),
     }
     if is_accelerator(device) and (allocated := device_bytes(device)) is not None:
-        existing = total(p.grad for p in model.parameters() if p.grad is not None)
+        existing = total(grad for p in model.parameters() if (grad := gradient_of(p)) is not None)
         known = by_part["parameters"] + by_part["buffers"] + by_part["batch"] + existing + optimizer_bytes
         by_part["other"] = max(0, allocated - known)
     return by_part
