@@ -17,6 +17,7 @@ from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, is_layer
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import CompiledPlan, StepPlanner
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
+from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
 from lowtide.tracing import backward_entry
 from lowtide.tracing.batches import Call, batch_tensors
 from lowtide.tracing.module_calls import is_compiled, never_compiled
@@ -379,10 +380,9 @@ def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
             raise UnsupportedModelError(
                 f"{called(name)} is compiled already. Take that off: lowtide.compile compiles it."
             )
-        if any(getattr(m, "gradient_checkpointing", False) for m in modules[name].modules()):
+        if told := ExistingCheckpointing(modules[name]).told:
             raise UnsupportedModelError(
-                f"{called(name)} has gradient checkpointing on. Switch it off (gradient_checkpointing_disable): "
-                "the plan decides what backward computes again."
+                f"{called(name)} has {told} on. Switch it off: the plan decides what backward computes again."
             )
     return outer
 

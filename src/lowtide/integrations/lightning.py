@@ -20,7 +20,6 @@ except ImportError:  # the same code under its older name
 
         check_version("lightning")
         raise
-from torch import nn
 
 from lowtide.api import fit
 from lowtide.errors import IntegrationError
@@ -72,7 +71,6 @@ class LowtideCallback(Callback):
         if sum(isinstance(callback, LowtideCallback) for callback in trainer.callbacks) > 1:
             raise IntegrationError("there are two LowtideCallbacks, and one model has one budget.\nLeave one out.")
         _check_strategy(trainer.strategy)
-        _check_modules(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._detach()
@@ -107,15 +105,6 @@ def _check_strategy(strategy: Any) -> None:
         return
     why = _REFUSED.get(refused or "", "nobody has tried it")
     raise IntegrationError(f"strategy {name} does not work with lowtide: {why}.\nUse one of {', '.join(_STRATEGIES)}.")
-
-
-def _check_modules(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if type(module).__name__ == "CheckpointWrapper":
-            raise IntegrationError(
-                f"{path or 'the model'} is in a CheckpointWrapper: backward runs its Python again, and nothing inside "
-                "it can be planned.\nLeave the wrapper out: lowtide recomputes what the budget asks for."
-            )
 
 
 def _wrap_training_step(strategy: Any, fitted: Fit) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.runtime.reserved_memory import bytes_for_segments
 from lowtide.solvers.arguments import absolute_bytes
 from lowtide.tracing.model_facts import device_of
-from lowtide.tracing.operators import allocated_bytes, storage_of, tensors_in
+from lowtide.tracing.operators import allocated_bytes, gradient_of, storage_of, tensors_in
 from lowtide.tracing.sharding.zero3 import shards_of
 from lowtide.tracing.subclasses import plain_tensors
 from lowtide.units import format_bytes, parse_budget
@@ -42,6 +42,7 @@ class StepBudget:
         absolute_bytes: None as long as a percentage waits for the first step's graph.
         limit_bytes: What the present step may take: the same, or what was free where that is None.
         most_bytes: Never more than that: what an automatic budget was at first, and where memory ran out.
+        first_bytes: What a step may take while a percentage waits; None: what is free.
         resident_bytes: Parameters, buffers, gradients and optimizer state when last looked at. On an accelerator all
             that is allocated, as in a plan's peak: other models, and whatever the process holds there.
         batch_bytes: Of the last step without a plan: what is beside these when it starts.
@@ -68,6 +69,7 @@ class StepBudget:
         elif isinstance(parsed, int):
             self.absolute_bytes = parsed
         self.most_bytes = self.absolute_bytes
+        self.first_bytes: int | None = None
         self.limit_bytes = self.absolute_bytes or 0
 
     def check(self) -> None:
@@ -114,8 +116,8 @@ class StepBudget:
         self.read_memory(model, batch)
         there = self.resident_bytes + self.batch_bytes
         if self.absolute_bytes is None:  # a percentage: the first step may take what is free
-            free = there + self.free_bytes()
-            self.limit_bytes = free if self.most_bytes is None else min(free, self.most_bytes)
+            limits = there + self.free_bytes(), self.most_bytes, self.first_bytes
+            self.limit_bytes = min(limit for limit in limits if limit is not None)
         room = max(0, self.limit_bytes - there)
         self.segments_bytes = 0
         if self.is_of_reserved:
@@ -125,6 +127,13 @@ class StepBudget:
             has = max(0, available - bytes_for_segments(available))
             self.segments_bytes = max(0, room - has)
         return room - self.segments_bytes
+
+    @property
+    def told(self) -> str:
+        """What the limit of the present step is, in words."""
+        if self.absolute_bytes is not None:
+            return "the budget"
+        return "what is free" if self.first_bytes is None else "a step with the model's own checkpointing"
 
     def fixed_for(self, graph: StepGraph, costs: Costs) -> int:
         """The budget in bytes; a percentage is of this graph's plain step, once for all."""
@@ -171,7 +180,7 @@ class StepBudget:
             *model.parameters(),
             *shards_of(model.parameters()),
             *model.buffers(),
-            *(p.grad for p in model.parameters() if p.grad is not None),
+            *(grad for p in model.parameters() if (grad := gradient_of(p)) is not None),
             *(tensors_in(list(state.values())) if isinstance(state, dict) else ()),
             *tensors_in(batch),
         ]

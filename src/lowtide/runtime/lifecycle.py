@@ -50,16 +50,22 @@ from lowtide.tracing.autograd_leaves import leaves_of
 from lowtide.tracing.deepspeed_engines import is_partitioned
 from lowtide.tracing.kinds_of_calls import ANEW
 from lowtide.tracing.model_facts import ModelFacts
+from lowtide.tracing.other_hooks import hooks_of_others
 from lowtide.tracing.sharding.units import is_gathered_once
 from lowtide.tracing.sharding.zero3 import order_is_known
 from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.units import format_bytes
 
 _MOST_AWAITED = 16  # calls of a step whose backward may come apart: for so many backward passes nothing is told
+_MOST_FOUND_UNSETTLED = 2  # then what is not optimized is not called, perhaps
 _MOST_FOUND_GATHERED = 3  # then an evaluation comes before every step, perhaps
 _STEPS_INSIDE = (
     "another fitted model's steps begin between this one's forward and backward: what that model holds meanwhile is in "
     "its budget alone. Both together take up to the sum"
+)
+_OWN_CHECKPOINTING = (
+    "the first step ran with the model's own checkpointing, as it would without lowtide: a percentage is of the step "
+    "without it, which the next step's ops tell"
 )
 _RAN_OTHER_OPS = "the last step ran other ops than its plan"
 
@@ -107,6 +113,7 @@ class Lifecycle:
         self._awaited = 0  # more backward passes that may come of earlier calls, as in a pipeline
         self._step: PlannedStep | None = None  # in force in the present step
         self._watch: OnlineTape | None = None
+        self._is_own = False  # the present step runs as the model is, its own checkpointing included
         self._expected = ExpectedBytes()
         self._known_calls = KnownCalls()
         self._seam: Seam | None = None  # of the watch
@@ -120,6 +127,7 @@ class Lifecycle:
         self._ended_well = True  # the step before
         self._retained = self._ended_elsewhere = False  # the graph of one; the last one ran on another thread
         self._seams_elsewhere: list[Seam] = []  # of steps that are over, in place on threads that are not this one
+        self._found_unsettled = 0  # likewise, since scripted code had not been optimized
         self._found_gathered = 0  # watched steps that no plan came of, since ZeRO-3 had gathered parameters before
         self._told_crossing = False
         self._why_no_plan = ""  # for the present step, where there is none
@@ -243,6 +251,7 @@ class Lifecycle:
 
     def _planned(self, step: PlannedStep, position: int, shape: CallShape) -> AbstractContextManager[None]:
         """A call under a plan, the one at ``position`` of the step."""
+        self._reasons.say_other_hooks(".".join(hooks_of_others()).strip("."))
         at = position % len(step.shapes)  # calls whose backward never came may be among them
         tape = step.tape
         if step.shapes[at] != shape:
@@ -374,7 +383,7 @@ class Lifecycle:
             if other._shapes and other._thread is self._thread:
                 other._reasons.note(_STEPS_INSIDE)
         self.memory.follow_free_memory(model)
-        self.checkpointing.switch_off()
+        self._is_own = not self.replace_checkpointing()
         self._step = None
         if sharded := self._sharded_since_fit(model):
             self.plans_by_shape.refuse(shape, sharded, saved=True)
@@ -383,7 +392,7 @@ class Lifecycle:
         self.request_plans()
         self._step = self._unless_outgrown(model, self.plans_by_shape.plan_for(shape))
         self.memory.begin_step(self._step)
-        self._why_no_plan = self.plans_by_shape.why_no_plan(shape)
+        self._why_no_plan = _OWN_CHECKPOINTING if self._is_own else self.plans_by_shape.why_no_plan(shape)
         self._spoiled, self._nodes, self._graphs = False, {}, []
         self._more_calls = False
         self._forget_backwards()
@@ -397,6 +406,15 @@ class Lifecycle:
             self._why_no_plan = "FSDP has not gathered every parameter yet: the next step is watched"
             kind = OnlineTape
         self._open_watch(kind, model, batch)
+
+    def replace_checkpointing(self) -> bool:
+        """Switch the model's own off; False: not yet, since nobody knows what a step may take, which may not fit
+        without it."""
+        waits = self._budget.absolute_bytes is None and self._budget.first_bytes is None
+        if waits and self.checkpointing.will_be_replaced:
+            return False
+        self.checkpointing.switch_off()
+        return True
 
     def _unless_outgrown(self, model: nn.Module, step: PlannedStep | None) -> PlannedStep | None:
         """``step``; None where it no longer fits beside what is there: then another is asked for.
@@ -559,7 +577,12 @@ class Lifecycle:
         if self._watch is not None:
             self._close_watch(() if self._spoiled else shapes)
             self.memory.note_watched()
-        self.memory.end_step(step, ran_plan=not counters.why_not_planned)
+        peak = self.memory.end_step(step, ran_plan=not counters.why_not_planned)
+        if peak is not None and self._ended_well and step is None:
+            if self._is_own:
+                self._budget.first_bytes = peak
+            else:
+                self.plans_by_shape.unplanned_peak_bytes[shapes[0]] = peak
 
     def _forget_backwards(self) -> None:
         self._num_backwards, self._retained, self._ended_elsewhere = 0, False, False
@@ -573,24 +596,20 @@ class Lifecycle:
         self._close_seam(seam)
         watch.end_step()
         self.memory.note_peak(watch)
-        if watch.checkpointed:
-            self._say(
-                f"{watch.checkpointed} is checkpointed (torch.utils.checkpoint): backward runs its Python again, and "
-                "nothing inside it is planned. Leave that out, and a plan can recompute less"
-            )
         if watch.crossing_bytes and not self._told_crossing:
             self._told_crossing = True
             self._say(
                 f"the model is sharded: {format_bytes(watch.crossing_bytes)} that its modules hand to one another are "
                 "saved in each step, since each module's parameters are gathered for that module alone"
             )
+        self._reasons.say_other_hooks(watch.other_hooks)
         for op in watch.releaser.differed:
             self._say(f"{op} gives other bits when it runs again: saved")
         for op in self._known_calls.proven_anew:
             self._say(f"{op} {ANEW}")
         if watch.problem:
             self._say(f"a step was saved whole: {watch.problem}")
-        if model is None or not shapes or not isinstance(watch, WatchedStep) or watch.problem:
+        if model is None or not shapes or not isinstance(watch, WatchedStep) or watch.problem or self._is_own:
             return
         if watch.problem_of_recording:
             for op, why in self._known_calls.kept.items():  # else the graph tells
@@ -601,13 +620,18 @@ class Lifecycle:
             self.counters.why_not_planned = why
             return
         graph, costs = watch.graph_and_costs(model, self.options.optimizer)
+        if watch.checkpointed:
+            self._reasons.say_checkpointed(watch.checkpointed, watch.share_run_again(graph, costs))
         self._reasons.say_kept(graph)
         ran_plain = self._budget.absolute_bytes is None
         budget_bytes = self._budget.fixed_for(graph, costs)
         if ran_plain and self.memory.highest_peak_bytes > budget_bytes:
+            how = "plain, since a percentage is of what it takes"
+            if self._budget.first_bytes is not None:
+                how = "with the model's own checkpointing, since a percentage is of a step without it"
             self._reasons.note(
-                "the first step ran plain, since a percentage is of what it takes: the observed peak is that step's. "
-                "A budget in bytes holds from the first step on"
+                f"the first step ran {how}: the observed peak is that step's. A budget in bytes holds from the first "
+                "step on"
             )
         if why := watch.times.why_of_launches(graph):
             self._reasons.note(why)
@@ -633,12 +657,16 @@ class Lifecycle:
                 )  # fmt: skip
 
     def _why_unlike_later_ones(self, watch: WatchedStep, model: nn.Module) -> str:
-        """Why ZeRO-3 will gather other parameters in later steps, which so take other memory; "" if it will not."""
+        """Why later steps will take other memory; "" if they will not. ZeRO-3 may gather other parameters in them, and
+        scripted code may run other ops."""
         if not order_is_known(model):
             return "DeepSpeed has not seen the order of the modules yet: the next step is watched"
         if watch.found_gathered and self._found_gathered < _MOST_FOUND_GATHERED:
             self._found_gathered += 1
             return "an evaluation before the last step had parameters gathered: the next step is watched"
+        if watch.recorder.functions.found_unsettled and self._found_unsettled < _MOST_FOUND_UNSETTLED:
+            self._found_unsettled += 1
+            return "TorchScript optimizes scripted code after its first call: the next step is watched"
         return ""
 
     # -- memory ---------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ class Notices:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._latest: dict[str, str] = {}
+        self._checkpointed = ""  # what was told of
 
     def say(self, reason: str) -> None:
         """Log it as a warning, the first time."""
@@ -42,6 +43,14 @@ class Notices:
             self.lines.remove(before)
         self._latest[subject] = reason
         self.say(reason)
+
+    def say_first(self, subject: str, reason: str) -> None:
+        """As ``say`` for the first of ``subject``; a later one takes its place among the lines, and is not logged."""
+        before, self._latest[subject] = self._latest.get(subject), reason
+        if before is None:
+            self.say(reason)
+        else:
+            self.correct(before, reason)
 
     def withdraw(self, reason: str) -> None:
         """It is no longer so."""
@@ -64,6 +73,26 @@ class Notices:
         """A tensor that was to move stays, since its tier has no room."""
         what, _, way_out = str(refusal).rstrip(".").partition("\n")
         self.say_latest("refusal", f"a tensor that was to move stayed on the device: {what} {way_out}".rstrip())
+
+    def say_checkpointed(self, module: str, share_of_time: float) -> None:
+        """Code of the model's own checkpoints: what that costs, of the step that was watched first."""
+        if self._checkpointed:
+            return
+        self._checkpointed = module
+        self.say(
+            f"{module} is checkpointed without a switch (torch.utils.checkpoint): nothing inside such calls is "
+            f"planned, and what backward runs again took {share_of_time:.0%} of the step that was watched. Leave that "
+            "out, and a plan can recompute less"
+        )
+
+    def say_other_hooks(self, name: str) -> None:
+        """What autograd stores in calls of the model, or in parts of them, goes to hooks of others; "": it does not."""
+        if name:
+            self.say(
+                f"{name} is around the model or a part of it: its saved-tensor hooks take what autograd stores there, "
+                "so no plan drops or moves that, and its memory and time are as without lowtide. Leave it out: a plan "
+                "keeps the budget, and offload= moves tensors"
+            )
 
     def say_kept(self, graph: StepGraph) -> None:
         """Calls of autograd Functions that no plan of ``graph`` may run again."""

@@ -38,8 +38,10 @@ from lowtide.units import format_bytes
 
 logger = logging.getLogger("lowtide")
 _MAX_REPLANS = 2  # of one shape, when its steps turn out to run other ops than the plan knows
+_CLEARLY_LESS = 0.98  # of the least plan's peak: a plan is faster than steps without one
 _STEPS_REMEMBERED = 8  # of one pattern: where most of them ran other ops than planned, no plan fits
 _MOST_EVENTS_AT_ONCE = 10_000  # of a graph that is planned while a step waits: a second or two
+_MOST_TOLD = 3  # plans, one line each: batches of many sizes have many
 _WORTH_OWN_PLAN = 0.005  # of the plain step's time: what a step that makes its gradients could do without
 _MUCH_SMALLER = 0.85  # of the shape whose plan serves it: worth a plan of its own
 
@@ -63,6 +65,7 @@ class PlansByShape:
         planning_s: Seconds that the planner took in all.
         is_sharded: Parameters are whole for moments only, or in parts.
         least_bytes: By shape, the least budget there is, where the planner was asked for less.
+        unplanned_peak_bytes: By shape, what the last step without a plan took.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class PlansByShape:
         self.seen: set[CallShape] = set()
         self.planning_s = 0.0
         self.least_bytes: dict[CallShape, int] = {}
+        self._num_told = 0  # plans
+        self.unplanned_peak_bytes: dict[CallShape, int] = {}
         self._asked: _Asked | None = None  # one at a time: the planner has one core
         self._next: list[tuple[tuple[CallShape, ...], PlanRequest]] = []  # wait for it
         self.is_sharded = facts.is_wrapped or facts.is_partitioned
@@ -264,6 +269,7 @@ class PlansByShape:
     def change_budget(self, budget_bytes: int) -> None:
         """Let go of plans for more; have them made again, and those that could do with less recomputation."""
         self._budget_bytes = budget_bytes
+        self._refused -= {shape for shape, least in self.least_bytes.items() if least <= budget_bytes}
         wrong = [p for p in self.plans if _exceeds(p, budget_bytes) or _is_tight(p, budget_bytes)]
         self.plans = [p for p in self.plans if not _exceeds(p, budget_bytes)]
         waiting = [*self._next, *([(self._asked.shapes, self._asked.request)] if self._asked is not None else ())]
@@ -477,16 +483,11 @@ class PlansByShape:
         pending = asked.pending
         self.planning_s += pending.planning_s
         if pending.reason:
-            self._reasons.say(pending.reason)
+            self._reasons.say_first(pending.reason.partition(":")[0], pending.reason)
         try:
             planned = self._adopted(asked, pending.plan())
         except BudgetInfeasibleError as error:
-            self._reasons.say(
-                f"no plan fits {format_bytes(error.budget_bytes)}: running at the least there is, "
-                f"{format_bytes(error.least_bytes)}"
-            )
-            self.least_bytes[asked.shapes[0]] = error.least_bytes
-            self._next.append((asked.shapes, replace(asked.request, budget=error.least_bytes)))
+            self._note_least(asked, error)
         except TierError as error:
             self._tiers.drop(error)
             self._next.append((asked.shapes, replace(asked.request, offload={})))
@@ -496,6 +497,28 @@ class PlansByShape:
             made = "found the plan of an earlier run" if pending.source == "cache" else "planned beside training"
             whose = "a shape that follows from others: " if planned.is_derived else ""
             self._tell(planned.plan, f"{whose}{made} in {pending.planning_s:.1f} s")
+
+    def _note_least(self, asked: _Asked, error: BudgetInfeasibleError) -> None:
+        """No plan fits the budget: the one at the least there is comes next, or none, if steps without took less."""
+        shape, least = asked.shapes[0], error.least_bytes
+        self.least_bytes[shape] = least
+        unplanned = self.unplanned_peak_bytes.get(shape, least)
+        if unplanned < least and (unplanned <= error.budget_bytes or unplanned < _CLEARLY_LESS * least):
+            budget = format_bytes(error.budget_bytes)
+            took = f"a step without one took {format_bytes(unplanned)} of {budget}"
+            self.refuse(shape, f"the leanest plan takes {format_bytes(least)}, and {took}")
+            return
+        self._say_least(error.budget_bytes)
+        self._next.append((asked.shapes, replace(asked.request, budget=least)))
+
+    def _say_least(self, budget_bytes: int) -> None:
+        """That plans are above the budget: one line for all shapes, told once."""
+        above = [least for shape, least in self.least_bytes.items() if least > budget_bytes]
+        shapes = "" if len(above) == 1 else f" for {len(above)} input shapes"
+        most = f"{'up to ' if shapes else ''}{format_bytes(max(above))}"
+        budget = format_bytes(budget_bytes)
+        told = f"no plan fits {budget}{shapes}: running at the least there is, {most}"
+        self._reasons.say_first(f"least above {budget}", told)
 
     def _adopted(self, asked: _Asked, plan: Plan) -> PlannedStep:
         return self._put_in_force(asked.shapes, asked.request.graph, asked.request.costs, plan)
@@ -513,7 +536,10 @@ class PlansByShape:
         return planned
 
     def _tell(self, plan: Plan, made: str) -> None:
-        logger.warning(
+        """Log the first few plans of a training; the others too, for those who listen to what is less urgent."""
+        self._num_told += 1
+        logger.log(
+            logging.WARNING if self._num_told <= _MOST_TOLD else logging.INFO,
             "lowtide: %s: peak %s of %s, overhead %.1f %%, plan %d of at most %d (%s)",
             made,
             format_bytes(plan.budgeted_peak_bytes),

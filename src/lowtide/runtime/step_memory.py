@@ -16,7 +16,7 @@ from lowtide.runtime.pressure import MemoryPressure
 from lowtide.runtime.reserved_memory import ReservedMemory
 from lowtide.runtime.status import Counters
 from lowtide.tape.online.online_tape import OnlineTape
-from lowtide.tracing.operators import storage_of
+from lowtide.tracing.operators import gradient_of, storage_of
 from lowtide.tracing.subclasses import plain_tensors
 from lowtide.units import format_bytes
 
@@ -53,18 +53,19 @@ class StepMemory:
         """A watched step is over."""
         peak = self._budget.resident_bytes + self._budget.batch_bytes + watch.live.peak
         self._online_bytes = max(self._online_bytes, peak)
-        # A proof of the last resort takes more for a moment: what lived tells of it, what room was asked for does not.
-        over = int(max(watch.releaser.over_bytes, watch.live.peak - watch.releaser.budget_bytes))
         if watch.releaser.lowered_bytes:
             self._run_short(int(watch.releaser.lowered_bytes))
             return
-        over -= self._budget.segments_bytes
+        # What was counted: the releaser also knows for how much more room was asked.
+        over = int(watch.live.peak - watch.releaser.budget_bytes) - self._budget.segments_bytes
         if over <= self._over_bytes:
             return
         why = "it is the least that letting go and making again could reach"
-        if watch.peak_op:
-            why = f"{watch.peak_op} beside what it makes, which shows only when it runs"
-        reason = f"a step that ran online took up to {format_bytes(over)} more than the budget: {why}"
+        workspace_bytes, op = watch.peak_workspace
+        if 2 * workspace_bytes >= over:
+            taken = format_bytes(workspace_bytes)
+            why = f"{op} takes {taken} beside what it makes, which shows only when it runs"
+        reason = f"a step that ran online took up to {format_bytes(over)} more than {self._budget.told}: {why}"
         if self._over_bytes:  # one reason, whatever the number: every step may have another
             self._reasons.correct(self._over_reason, reason)
         else:
@@ -104,8 +105,8 @@ class StepMemory:
         made = {
             s._cdata: s.nbytes()
             for p in model.parameters()
-            if p.grad is not None
-            for t in plain_tensors(p.grad)
+            if (grad := gradient_of(p)) is not None
+            for t in plain_tensors(grad)
             if (s := storage_of(t)) is not None
         }
         gradients = min(
@@ -125,8 +126,8 @@ class StepMemory:
             first = step is not None and step.counted_peak_bytes is None
             self._window = PeakWindow(self._budget.device, afresh=first)
 
-    def end_step(self, step: PlannedStep | None, *, ran_plan: bool) -> None:
-        """The step is over: note its peak. ``ran_plan``: it ran as planned, all of it."""
+    def end_step(self, step: PlannedStep | None, *, ran_plan: bool) -> int | None:
+        """The step is over: note its peak and return it. ``ran_plan``: it ran as planned, all of it."""
         counted, estimated = self._close_window(), self._online_bytes or None
         if ran_plan and step is not None:
             if counted is None:
@@ -142,6 +143,7 @@ class StepMemory:
         else:
             counters.observed_peak_bytes = max(counters.observed_peak_bytes or 0, peak)
         self._online_bytes = 0
+        return peak
 
     def forget_step(self) -> None:
         """What has begun is no step, or none that ends; what it took counts all the same."""

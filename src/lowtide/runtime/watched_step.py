@@ -8,9 +8,12 @@ others early. So the record ends a storage's life where it would have ended:
 - autograd's ends with the last saved-tensor handle.
 """
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,8 +43,9 @@ from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.graph_builder import Mark
 from lowtide.tracing.model_facts import device_of
-from lowtide.tracing.operators import storage_of, tensors_in
+from lowtide.tracing.operators import gradient_of, storage_of, tensors_in
 from lowtide.tracing.optimizer_state import existing_state_bytes
+from lowtide.tracing.other_hooks import CHECKPOINT
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.sharding.observer import ShardingObserver
 from lowtide.tracing.sharding.recording import ShardingRecording
@@ -81,6 +85,7 @@ class WatchedStep(OnlineTape):
         self._num_looked_at = 0  # storages of the record: which of them are inputs is known
         self._inputs_bytes = 0  # of what was there before the step, and no call of the model was given
         self._expected_inputs_bytes = self._expected.inputs_bytes  # counted as live from the start
+        self._ran_again: Counter[int] = Counter()  # by signature: ops that checkpointing ran again in backward
         self._op_of: dict[int, int] = {}  # by the tape's number: the builder's
         self._python_holds: dict[int, tuple[StoredValue, int]] = {}  # saved, and not yet let go by Python
         self._handed_out: dict[int, int | None] = {}  # saved tensor -> autograd node that was given it
@@ -105,7 +110,7 @@ class WatchedStep(OnlineTape):
             # Of parameters what ZeRO-3 has gathered by now, and not what it leaves gathered at the end.
             before = resident_bytes(model, batch, device_of(model), set())
             self._resident = {part: before[part] for part in ("parameters", "batch")}
-            self._had_gradients = {name for name, p in model.named_parameters() if p.grad is not None}
+            self._had_gradients = {name for name, p in model.named_parameters() if gradient_of(p) is not None}
             self._other_bytes = before["other"]
             self._batch = describe_batch(batch)
         self._builder.calls.append(module_calls.call_signature(model, args, kwargs))
@@ -168,6 +173,8 @@ class WatchedStep(OnlineTape):
             self.note_workspace(func, builder.ops[-1].workspace_bytes)
             self.times.note(builder.ops[-1].signature, is_first=builder.ops[-1].signature >= known)
             self._op_of[self._number] = len(builder.ops) - 1
+            if graph_task() != -1 and torch.is_grad_enabled():
+                self._note_run_again(builder.ops[-1].signature)
         return result
 
     def _count_inputs(self, given: Any) -> None:
@@ -281,6 +288,25 @@ class WatchedStep(OnlineTape):
         places = {op.id: place for place, op in enumerate(op for op in self._builder.ops if not op.backward)}
         proven = (self._op_of[n] for n in self.releaser.proven if n in self._op_of)
         return frozenset(places[op] for op in proven if op in places)
+
+    def _note_run_again(self, signature: int) -> None:
+        """An op has run in backward as in forward: that of checkpointing, if its code is on the stack."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_globals.get("__name__") != CHECKPOINT:
+            frame = frame.f_back
+        if frame is None:
+            return
+        self._ran_again[signature] += 1
+        if not self.checkpointed:  # reentrant: in its forward pass no hook shows
+            function, model = getattr(frame.f_locals.get("ctx"), "run_function", None), self.model
+            paths = {m: path for path, m in model.named_modules()} if model is not None else {}
+            self.checkpointed = paths.get(function) or "a part of the step"
+
+    def share_run_again(self, graph: StepGraph, costs: Costs) -> float:
+        """Of the step's time, what ops took that checkpointing of the model's own ran again."""
+        ms = {op.signature: ms for op, ms in zip(graph.ops, costs.op_ms, strict=True)}
+        again_ms = sum(count * ms.get(signature, 0.0) for signature, count in self._ran_again.items())
+        return again_ms / max(sum(costs.op_ms), again_ms, 1e-9)
 
     def graph_and_costs(self, model: nn.Module, optimizer: Any) -> tuple[StepGraph, Costs]:
         """What was recorded, and what each op took, as far as ``times`` are known; see ``costs_of``.

@@ -12,7 +12,7 @@ from lowtide.graph.costs import HOST, Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.measurement.op_times import measure
 from lowtide.plan import Plan
-from lowtide.runtime.existing_checkpointing import REPLACE, ExistingCheckpointing
+from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
 from lowtide.settings.decisions import candidate_of
 from lowtide.settings.description import Description
 from lowtide.settings.frameworks import describe
@@ -95,8 +95,8 @@ def plan_of(graph: StepGraph, costs: Costs, description: Description) -> Setting
 
 @contextmanager
 def without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Inside, transformers' checkpointing is off where it was on."""
-    existing = ExistingCheckpointing(model, lambda _: None, REPLACE)
+    """Inside, checkpointing is off where a switch of the model had it on."""
+    existing = ExistingCheckpointing(model)
     existing.switch_off()
     try:
         yield

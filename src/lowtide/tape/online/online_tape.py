@@ -21,7 +21,6 @@ from torch._C import _current_graph_task_id as graph_task
 from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch._C import _len_torch_dispatch_stack as num_modes
-from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.dispatch import UncompiledMode
@@ -66,10 +65,10 @@ from lowtide.tracing.operators import (
     written_arguments,
     written_tensors,
 )
+from lowtide.tracing.other_hooks import CHECKPOINT, hooks_of_others
 from lowtide.tracing.sharding.observer import PauseDuringSharding, ShardingObserver
 from lowtide.tracing.sharding.windows import NO_WINDOWS, OpenWindows
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
-from lowtide.units import format_bytes
 
 _NOTHING = nullcontext()
 _OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
@@ -85,6 +84,7 @@ class OnlineTape(UncompiledMode):
         expected: What ops of earlier steps allocated.
         problem: An error of the tape's own; from then on the step is saved as without it. "" as long as there is none.
         checkpointed: The first module call that ran inside ``torch.utils.checkpoint``; "" if there was none.
+        other_hooks: What has put saved-tensor hooks in place around a module call; "" if nothing has.
         calls: Module calls entered.
         crossing_bytes: Saved for autograd, and never let go: read outside a window that they were made in.
         known_calls: What calls of Functions have shown in earlier steps.
@@ -105,8 +105,8 @@ class OnlineTape(UncompiledMode):
         self._holdings = Holdings()
         self.releaser = Releaser(self._holdings, self.live, budget_bytes)
         self.problem = ""
-        self._peak_op = (0, "")  # the highest peak that an op's workspace was in, and which
-        self.checkpointed = ""
+        self._peak_op = (0, 0, "")  # the highest peak that an op's workspace was in, the workspace, and whose it was
+        self.checkpointed = self.other_hooks = ""
         self._expected = expected or ExpectedBytes()
         self.known_calls = known_calls or KnownCalls()
         self.running_call: OnlineCall | None = None
@@ -180,10 +180,12 @@ class OnlineTape(UncompiledMode):
 
     def enter(self, path: str) -> None:
         self.calls += 1
-        if not self.checkpointed:
-            hooks = top_hooks(True)
-            if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
-                self.checkpointed = path or "a part of the model"
+        if not (self.checkpointed and self.other_hooks):
+            module, name = hooks_of_others()
+            if module == CHECKPOINT:
+                self.checkpointed = self.checkpointed or path or "a part of the model"
+            elif name and not self.other_hooks:
+                self.other_hooks = f"{module}.{name}"
         numbered = path.rpartition(".")[2].isdigit()
         around = self._layers[-1] if self._layers else 0
         self._layers.append(around or (self.calls if numbered else 0))
@@ -346,13 +348,13 @@ class OnlineTape(UncompiledMode):
         if self.live.now + size > self.live.peak:
             self.live.peak = self.live.now + size
             where = "backward" if graph_task() != -1 else (self._paths[-1] if self._paths else "") or "the model"
-            self._peak_op = self.live.peak, f"{packet_name(func)} in {where} takes {format_bytes(size)}"
+            self._peak_op = self.live.peak, size, f"{packet_name(func)} in {where}"
 
     @property
-    def peak_op(self) -> str:
-        """The op whose workspace is in the step's peak, and its bytes; "" where what lived was more."""
-        peak, op = self._peak_op
-        return op if peak == self.live.peak else ""
+    def peak_workspace(self) -> tuple[int, str]:
+        """The workspace in the step's peak, in bytes, and whose it was; 0 where what lived was more."""
+        peak, size, op = self._peak_op
+        return (size, op) if peak == self.live.peak else (0, "")
 
     def give_up(self, error: Exception) -> None:
         """Watch no more in this step; what was released is still made again."""
