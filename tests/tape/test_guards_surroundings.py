@@ -520,3 +520,14 @@ def test_a_compiled_function_inside_forward_is_right():
     finally:
         torch._dynamo.reset()
     assert is_clean(model)
+
+
+def test_a_jagged_tensor_in_the_step_is_refused_by_name_though_it_says_what_it_wraps():
+    """Its sizes are symbols: no part of it stands for the whole."""
+
+    def forward(self, x):
+        jagged = torch.nested.nested_tensor_from_jagged(self.layers[0](x), torch.tensor([0, 1, 4]))
+        return (jagged * 2).values()
+
+    with pytest.raises(UnsupportedModelError, match="NestedTensor in module"):
+        lowtide.trace(Net(forward), torch.randn(4, 8))
