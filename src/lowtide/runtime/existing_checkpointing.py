@@ -150,18 +150,20 @@ class ExistingCheckpointing:
     def switch_off(self) -> None:
         """Whatever has been switched on since the last look: by a Trainer when training begins, by TRL when it has
         generated."""
-        found, told = list(self._switched_on()), self.told
-        if found and self._keep:
+        found = list(self._switched_on())
+        if not found:
+            return
+        told = self.told
+        if self._keep:
             self._say(f"{told} is on and stays on: nothing inside the checkpointed modules is planned")
             return
         for owner, way in found:
             self._switched_off.append((_Switch(weakref.ref(owner), way), vars(owner).get(way.name, _NOT_THERE)))
             setattr(owner, way.name, way.off(owner))
-        if found:
-            self._say(
-                f"{told} was on: switched off while the model is fitted, since a plan recomputes less. "
-                'remove() switches it on again; checkpointing="keep" leaves it on'
-            )
+        self._say(
+            f"{told} was on: switched off while the model is fitted, since a plan recomputes less. "
+            'remove() switches it on again; checkpointing="keep" leaves it on'
+        )
 
     @property
     def told(self) -> str:
@@ -198,6 +200,8 @@ def _switches_of(model: nn.Module) -> Iterator[_Switch]:
     for module in model.modules():
         for way in _WAYS:
             owner = way.owner(module)
-            if owner is not None and (id(owner), way.name) not in seen:  # modules share a configuration
+            if owner is None or not hasattr(owner, way.name):
+                continue
+            if (id(owner), way.name) not in seen:  # modules share a configuration
                 seen.add((id(owner), way.name))
                 yield _Switch(weakref.ref(owner), way)
