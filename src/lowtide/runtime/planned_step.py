@@ -71,8 +71,8 @@ class PlannedStep:
 
     @cached_property
     def needs_whole_step(self) -> bool:
-        """The tape has something to do outside the model's calls."""
-        return self.tape.program.root.has_actions
+        """The tape has something to do outside the model's calls, or counts what is unpacked of the loss: tensors move."""
+        return self.tape.program.root.has_actions or bool(self.plan.tiers)
 
     @cached_property
     def _made_bytes(self) -> list[int]:

@@ -279,13 +279,12 @@ class Tape(SwitchedMode):
     def _need_less(self, call: _OpenCall, planned: TapedCall) -> None:
         """Where nothing is to be done for any op of ``call`` itself, let them cost what they cost in the plain step.
 
-        Hooks stay where a dropped tensor from outside may be saved. Fetches are paced by what backward unpacks: where
-        tensors move, hooks stay around all calls that drop or move any.
+        Hooks stay where a dropped tensor from outside may be saved, and everywhere if tensors move: each unpack counts,
+        since copies settle and fetches start at those that the plan names.
         """
         if not (self._wrapped or self._pauses or self.rehearses or self.matches_all):
             if planned.ops or not planned.has_actions_inside:
-                paced = self.program.moves_anything and planned.has_actions_inside
-                call.watches, call.hooks = planned.has_actions, planned.needs_hooks or paced
+                call.watches, call.hooks = planned.has_actions, planned.needs_hooks or self.program.moves_anything
             else:
                 call.watches = call.hooks = None
 

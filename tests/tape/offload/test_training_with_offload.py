@@ -12,7 +12,9 @@ from torch import nn
 import lowtide
 from lowtide.errors import BudgetInfeasibleError, TierError
 from lowtide.graph.costs import Costs, Link
+from lowtide.graph.step_graph import UNPACK
 from lowtide.scratch_file import ScratchInMemoryWarning
+from lowtide.tape.offload.offloaded_tensor import Transfers
 from lowtide.tracing.tracer import run_step
 
 
@@ -68,6 +70,22 @@ def test_a_disk_budget_alone_uses_the_systems_directory_and_is_kept(dear):
         space = fit._lifecycle.plans_by_shape.plans[0].tape.tiers["disk"].space if moved else None
 
     assert 0 < moved <= 2**20 and space.budget_bytes == 2**20
+
+
+def test_every_unpack_counts_of_the_loss_and_of_calls_that_move_nothing_too(dear, monkeypatch):
+    counted = []
+    on_unpack = Transfers.on_unpack
+    monkeypatch.setattr(Transfers, "on_unpack", lambda self: (counted.append(1), on_unpack(self))[1])
+    model, batch = mlp(8, 64), torch.randn(512, 64)
+
+    with lowtide.fit(model, batch, budget="40%", offload=lowtide.Offload(disk_budget="1MiB")) as fit:
+        model(batch).square().mean().backward()  # nobody has seen a step under the plan: hooks are everywhere
+        counted.clear()
+        model.zero_grad()
+        model(batch).square().mean().backward()
+
+        assert fit.plan.tiers and fit.status().in_force
+        assert len(counted) == sum(kind == UNPACK for kind, _ in fit.graph.events)
 
 
 def test_without_being_asked_nothing_moves():

@@ -2,6 +2,7 @@
 
 import collections
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -154,6 +155,20 @@ def test_when_the_step_is_over_nothing_is_held():
 
     assert tape.num_claims == 0
     assert len(list(tape._holdings)) == 0
+
+
+def test_when_the_step_is_over_a_loss_that_somebody_holds_holds_no_batch():
+    model, batch = MODELS["transformer"]()
+    tape = OnlineTape(model, float("inf"))
+    storage = weakref.ref(batch.untyped_storage())
+
+    with under(tape, model):
+        loss = model(batch).square().mean()
+        loss.backward()
+    tape.end_step()
+    del batch
+
+    assert loss.isfinite() and storage() is None
 
 
 EQUAL, DIFFERS, REFUSED, SAME_ERROR, OTHER_ERROR = "equal", "differs", "refused by name", "same error", "other error"

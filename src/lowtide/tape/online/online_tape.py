@@ -170,6 +170,11 @@ class OnlineTape(UncompiledMode):
     def end_step(self) -> None:
         """Only what autograd may still ask for stays: somebody may keep the step's graph."""
         self._holdings.let_go_unclaimed()
+        if not self.num_claims:
+            for recipe in (reference() for readers in self._read_outside.values() for reference in readers):
+                if recipe is not None:
+                    recipe.forget()
+            self._read_outside.clear()
 
     @property
     def num_claims(self) -> int:

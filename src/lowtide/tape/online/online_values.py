@@ -258,6 +258,10 @@ class Recipe:
             )
         return ReplayError(f"{what}changed in place afterwards.\nChange it before the forward pass or after backward.")
 
+    def forget(self) -> None:
+        """It never runs again: what it read may go, though somebody still holds what came of it (a loss, mostly)."""
+        self.outside, self._args, self._kwargs, self._completions = (), [], {}, []
+
     def note_written(self) -> None:
         """What it read from outside was written where the tape saw it: through ``.data`` no version would tell."""
         self._written = True
