@@ -39,7 +39,8 @@ class LowtideCallback(TrainerCallback):
 
     Args:
         budget: See ``lowtide.fit``.
-        **options: Of ``lowtide.fit``, except ``batch``, ``step`` and ``optimizer``: the Trainer has them.
+        **options: Of ``lowtide.fit``, except ``batch`` and ``step``: the Trainer has them. ``optimizer`` is the
+            Trainer's; ``optimizer=None`` leaves its state out of what is foreseen.
 
     Attributes:
         fit: The ``Fit`` of the last run; None before training has begun.
@@ -51,8 +52,12 @@ class LowtideCallback(TrainerCallback):
     def __init__(self, budget: int | str = "auto", **options: Any) -> None:
         check_version("transformers")
         check_version("accelerate")
-        if taken := {"model", "batch", "step", "optimizer"} & options.keys():
+        if taken := {"model", "batch", "step"} & options.keys():
             raise IntegrationError(f"{sorted(taken)[0]}= is the Trainer's.\nLeave it out: its real steps are watched.")
+        if options.get("optimizer") is not None:
+            raise IntegrationError(
+                "optimizer= is the Trainer's.\nLeave it out, or pass optimizer=None: then its state is not foreseen."
+            )
         parse_budget(budget)  # a typing error shows here, not when training begins
         self.fit: Fit | None = None
         self._budget, self._options = budget, options
@@ -74,9 +79,8 @@ class LowtideCallback(TrainerCallback):
                 "cannot drive one model.\nCall remove() of that fit first, or leave the LowtideCallback out."
             )
         self._is_announced = False
-        self.fit = fit_model(
-            model, budget=self._budget, optimizer=checked_optimizer(given["optimizer"]), **self._options
-        )
+        options = {"optimizer": checked_optimizer(given["optimizer"]), **self._options}
+        self.fit = fit_model(model, budget=self._budget, **options)
         if not state.is_world_process_zero:
             return
         within = "what is free" if self._budget == "auto" else str(self._budget)

@@ -16,6 +16,7 @@ from lowtide.runtime.reserved_memory import bytes_for_segments
 from lowtide.solvers.arguments import absolute_bytes
 from lowtide.tracing.model_facts import device_of
 from lowtide.tracing.operators import allocated_bytes, gradient_of, storage_of, tensors_in
+from lowtide.tracing.optimizer_state import existing_state_bytes, state_tensors
 from lowtide.tracing.sharding.zero3 import shards_of
 from lowtide.tracing.subclasses import plain_tensors
 from lowtide.units import format_bytes, parse_budget
@@ -71,6 +72,10 @@ class StepBudget:
         self.most_bytes = self.absolute_bytes
         self.first_bytes: int | None = None
         self.limit_bytes = self.absolute_bytes or 0
+
+    def state_bytes(self) -> int:
+        """What the optimizer that ``fit`` was given keeps now on the model's device; 0 before its first step."""
+        return existing_state_bytes(self._optimizer, self.device)
 
     def check(self) -> None:
         """Raises: BudgetInfeasibleError: what the model alone is before the step is more than the budget."""
@@ -175,13 +180,12 @@ class StepBudget:
 
     def _bytes_of(self, model: nn.Module, batch: object = ()) -> int:
         self.device = device_of(model)  # it may be moved after ``fit``
-        state = getattr(self._optimizer, "state", None)
         tensors = [
             *model.parameters(),
             *shards_of(model.parameters()),
             *model.buffers(),
             *(grad for p in model.parameters() if (grad := gradient_of(p)) is not None),
-            *(tensors_in(list(state.values())) if isinstance(state, dict) else ()),
+            *state_tensors(self._optimizer),
             *tensors_in(batch),
         ]
         storages = {s._cdata: s for t in plain_tensors(*tensors) if (s := storage_of(t)) is not None}

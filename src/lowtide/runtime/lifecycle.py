@@ -417,10 +417,13 @@ class Lifecycle:
         return True
 
     def _unless_outgrown(self, model: nn.Module, step: PlannedStep | None) -> PlannedStep | None:
-        """``step``; None where it no longer fits beside what is there: then another is asked for.
+        """``step``, or its decisions with the optimizer's state as it is; None where it no longer fits beside what is
+        there: then another is asked for.
 
         After a step that failed, or that ran no backward, its tensors may be there for a while: no reason.
         """
+        if step is not None and (change := self.memory.state_change_bytes(step)):
+            step = self.plans_by_shape.correct_state(step, change, self._budget.limit_bytes)
         more = 0 if step is None or not self._ended_well else self.memory.outgrown_bytes(model, step)
         self._ended_well = False
         if step is None or not more:
@@ -622,7 +625,7 @@ class Lifecycle:
         graph, costs = watch.graph_and_costs(model, self.options.optimizer)
         if watch.checkpointed:
             self._reasons.say_checkpointed(watch.checkpointed, watch.share_run_again(graph, costs))
-        self._reasons.say_kept(graph)
+        self._reasons.say_of(graph)
         ran_plain = self._budget.absolute_bytes is None
         budget_bytes = self._budget.fixed_for(graph, costs)
         if ran_plain and self.memory.highest_peak_bytes > budget_bytes:

@@ -94,8 +94,10 @@ class Notices:
                 "keeps the budget, and offload= moves tensors"
             )
 
-    def say_kept(self, graph: StepGraph) -> None:
-        """Calls of autograd Functions that no plan of ``graph`` may run again."""
+    def say_of(self, graph: StepGraph) -> None:
+        """What plans of ``graph`` lack: the optimizer's state, calls of autograd Functions that may run again."""
+        if unknown := graph.provenance.get("optimizer"):
+            self.say(unknown)
         for group in function_groups(graph):
             if group.why_kept and group.kept_bytes >= _TOLD_SHARE * group.stored_bytes:
                 self.say(

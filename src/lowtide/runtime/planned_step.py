@@ -33,6 +33,7 @@ class PlannedStep:
         diverged: That step ran other ops than planned.
         begun: A step has begun under it.
         counted_peak_bytes: Of its first step, by the device's allocator; None: not counted, or no step has run.
+        state_checks: How often the optimizer's state was found to be what the plan knows.
         fits_beside_bytes: So much was on the device before a step with gradients, and the plan fitted beside it.
         num_nodes: Of autograd, by each call: what the watched step made, else the first real step that matched.
     """
@@ -48,6 +49,7 @@ class PlannedStep:
     diverged: bool = False
     begun: bool = False
     counted_peak_bytes: int | None = None
+    state_checks: int = 0
     fits_beside_bytes: int = 0
     num_nodes: Mapping[int, int] = field(default_factory=dict)
 

@@ -284,14 +284,37 @@ class PlansByShape:
         The ops are the same, so no step has to be watched for that, and nothing to be proven again.
         """
         self.plans.remove(planned)
+        graph = self._with_resident(planned, "other", more_bytes)
+        if not self._is_waiting_for(planned.shapes[0]):
+            self._ask(planned.shapes, graph, planned.costs, budget_bytes)
+
+    def correct_state(self, planned: PlannedStep, more_bytes: int, budget_bytes: int) -> PlannedStep | None:
+        """The optimizer keeps so much more than ``planned`` knows, or less: what may run with its state as it is.
+
+        The same decisions if they fit, until a better plan comes; else None, until another one comes.
+        """
+        graph, found = self._with_resident(planned, "optimizer", more_bytes), None
+        with suppress(LowtideError):
+            plan = with_decisions_of(replace(planned.plan, budget_bytes=budget_bytes), graph, planned.costs)
+            found = self._put_in_force(planned.shapes, graph, planned.costs, plan)
+        if found is None:
+            self.plans.remove(planned)
+        if found is None or (more_bytes < 0 and not found.keeps_everything):
+            self._next = [(shapes, request) for shapes, request in self._next if shapes != planned.shapes]
+            if self._asked is not None and self._asked.shapes == planned.shapes:
+                self._asked = None
+            self._ask(planned.shapes, graph, planned.costs, budget_bytes)
+        return found
+
+    def _with_resident(self, planned: PlannedStep, part: str, more_bytes: int) -> StepGraph:
+        """The graph of ``planned`` with so much more of ``part``; what is proven of its ops is proven there."""
         resident = dict(planned.graph.resident)
-        resident["other"] = resident.get("other", 0) + more_bytes
+        resident[part] = resident.get(part, 0) + more_bytes
         graph, program = replace(planned.graph, resident=resident), planned.tape.program
         if program.flags is not None:
             self._proven[planned.shapes] = graph, program.flags, frozenset(program.proven_ops)
         self._num_nodes[planned.shapes] = planned.num_nodes
-        if not self._is_waiting_for(planned.shapes[0]):
-            self._ask(planned.shapes, graph, planned.costs, budget_bytes)
+        return graph
 
     def put(self, planned: PlannedStep) -> None:
         """Put a plan in force in place of one for the same shapes; of too many the one used least recently goes."""

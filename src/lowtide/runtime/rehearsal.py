@@ -80,7 +80,7 @@ class Rehearsal:
             before = versions(model, batch)
             record_step = partial(record, model, batch, step, self._options.optimizer, forward=forward)
             graph = run_on_all_ranks(group, "tracing", record_step)
-            self._reasons.say_kept(graph)
+            self._reasons.say_of(graph)
             traced = time.perf_counter()
             unwritten = {key for key, version in versions(model, batch).items() if before.get(key) == version}
             next_stage()

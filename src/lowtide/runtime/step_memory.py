@@ -27,6 +27,7 @@ _NOTHING_FITS = (
 )
 # Of the budget: blocks that are not split differ from step to step, and no plan is made for that.
 _UNTOLD_SHARE = 1 / 512
+_STATE_CHECKS = 2  # of one plan: looking at each tensor of a state takes a millisecond or more
 
 
 class StepMemory:
@@ -116,6 +117,17 @@ class StepMemory:
             step.fits_beside_bytes = allocated if gradients else 0
             return 0
         return most - gradients
+
+    def state_change_bytes(self, step: PlannedStep) -> int:
+        """How much more the optimizer keeps than this step's plan knows, less if negative; 0: as foreseen.
+
+        State comes with the first step, so it is compared where there is some, in the first steps of each plan.
+        """
+        if step.state_checks >= _STATE_CHECKS or not (state_bytes := self._budget.state_bytes()):
+            return 0
+        step.state_checks += 1
+        change = state_bytes - step.graph.resident.get("optimizer", 0)
+        return change if abs(change) > _UNTOLD_SHARE * self._budget.limit_bytes else 0
 
     def begin_step(self, step: PlannedStep | None) -> None:
         """A step begins under this plan, or without one."""

@@ -320,7 +320,7 @@ class WatchedStep(OnlineTape):
         self._expected.inputs_bytes = self._inputs_bytes
         graph = finished_graph(self.recorder, model, (), optimizer, self._received)
         if is_accelerator(graph.device):  # at the end, what the caller holds of the step is there too
-            self._resident["other"] = max(0, self._other_bytes - existing_state_bytes(optimizer))
+            self._resident["other"] = max(0, self._other_bytes - existing_state_bytes(optimizer, device_of(model)))
         targets = self.recorder.sums.targets
         new = self.recorder.new_gradients
         again = {number for name in self._had_gradients & new.keys() for number in new[name]}

@@ -1,90 +1,144 @@
-"""Bytes that an optimizer keeps between steps and needs during one, before its first step has made them."""
+"""Bytes that an optimizer keeps between steps and needs during one: counted, or foreseen before they are there.
 
-import inspect
+What is to come is counted while the optimizer's own ``step()`` runs on parameters without memory, of the real shapes
+(``hollow/optimizer.py``). An optimizer that cannot run so is said to be unknown until its first step has been made.
+
+State is what lies where the parameters are: an optimizer that keeps it in host memory keeps none here.
+"""
+
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowtide.device.block_size import in_blocks
 from lowtide.device.names import is_accelerator
-from lowtide.hollow.optimizer import hollow_optimizer_bytes
-from lowtide.measurement.allocator import peak_bytes
-from lowtide.tracing.operators import tensors_in
-from lowtide.tracing.subclasses import plain_tensors
+from lowtide.errors import LowtideError
+from lowtide.hollow.optimizer import hollow_optimizer_bytes, hollow_step_bytes, parts_of
 
 _BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
     "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop,
 }  # fmt: skip
-_PROBED: dict[tuple, tuple[list[float], int, float]] = {}  # what probes have found in this process
-_SIDE = 64  # of the probe's square parameter: large beside per-parameter scalars such as Adam's step
+_MOST_NESTED = 6  # containers and objects in one another
+_PLAIN = (int, float, str, bytes, type(None), type, torch.dtype, torch.device, torch.Generator, nn.Module)
+# What rehearsals have found in this process, by optimizer: a rehearsal takes as long as a step's Python, and every
+# watched step asks.
+_OF_OPTIMIZER: weakref.WeakKeyDictionary[Any, dict[tuple, tuple[int, int] | str]] = weakref.WeakKeyDictionary()
+_OF_NAME: dict[tuple, tuple[int, int]] = {}
 
 
-def optimizer_bytes(optimizer: Any, parameters: list[torch.nn.Parameter]) -> tuple[int, int]:
-    """(state, temporaries of one ``step()``) in bytes for ``parameters``.
+class UnknownStateError(LowtideError):
+    """What an optimizer will keep cannot be said before its first step."""
 
-    State that exists is counted; state still to come is read off one step of a small optimizer of the same class
-    and settings, as bytes per parameter element, and scalars on the device as a block each.
+
+def optimizer_bytes(optimizer: Any, parameters: list[nn.Parameter]) -> tuple[int, int]:
+    """(state, temporaries of one ``step()``) in bytes for ``parameters``, which have gradients.
+
+    State that exists is counted; to that comes what parameters will have that have none yet.
 
     Raises:
-        TypeError: neither an ``Optimizer`` nor a known name.
+        UnknownStateError: ``step()`` cannot be rehearsed, and no state is there. TypeError, ValueError: see
+            ``checked_optimizer``.
     """
-    found = _kind_and_settings(optimizer)
-    if found is None:
+    optimizer = checked_optimizer(optimizer)
+    if optimizer is None or not parameters:
         return 0, 0
-    kind, settings = found
-    sizes = [sum(t.numel() for t in plain_tensors(p)) for p in parameters]
-    like = parameters[0] if parameters else torch.zeros(1)
-    states, scalars, one = _probe(kind, settings, like, 1)
-    _, _, two = _probe(kind, settings, like, 2)
-    together = two > 1.5 * one  # foreach and fused kernels hold temporaries of all parameters, a loop those of one
-    state = existing_state_bytes(optimizer)
-    if not state:
-        to_come = [round(each * size) for each in states for size in sizes]
-        in_blocks_more = sum(in_blocks(size, like.device.type) - size for size in to_come)
-        state = round(sum(states) * sum(sizes)) + in_blocks_more
-        state += scalars * len(sizes) * in_blocks(1, like.device.type)
-    return state, round(one * (sum(sizes) if together else max(sizes, default=0)))
+    device = parameters[0].device
+    kernels, block = "cuda" if is_accelerator(device) else "cpu", in_blocks(1, device.type)
+    if isinstance(optimizer, str):
+        return _foreseen_of_name(optimizer, parameters, kernels, block)
+    trained = _trained(optimizer, parameters)
+    existing = existing_state_bytes(optimizer, device)
+    has_state = {id(p) for p, kept in optimizer.state.items() if next(_tensors_of(kept), None) is not None}
+    if not has_state:
+        return _foreseen(optimizer, trained, kernels, block)
+    if isinstance(optimizer, torch.optim.LBFGS):  # its history grows for many steps
+        state, step = _foreseen(optimizer, trained, kernels, block)
+        return max(existing, state), step
+    to_come, step = 0, _foreseen_or_nothing(optimizer, trained, kernels, block)[1]
+    if missing := trained - has_state:
+        to_come, _ = _foreseen_or_nothing(optimizer, missing, kernels, block)
+    return existing + to_come, step
 
 
 def bytes_without_memory(
-    optimizer: Any, parameters: list[torch.nn.Parameter], *, kernels: str, block_bytes: int
+    optimizer: Any, parameters: list[nn.Parameter], *, kernels: str, block_bytes: int
 ) -> tuple[int, int]:
-    """``optimizer_bytes``, by running the optimizer on hollow parameters of the very sizes."""
-    found = _kind_and_settings(optimizer)
-    if found is None:
-        return 0, 0
-    state, step = hollow_optimizer_bytes(*found, parameters, kernels=kernels, block_bytes=block_bytes)
-    if kernels != "cpu" and not _is_on_accelerator(optimizer):
-        return state, step  # state that exists has the CPU's blocks, and scalars that would be on the device
-    return existing_state_bytes(optimizer) or state, step
-
-
-def _is_on_accelerator(optimizer: Any) -> bool:
-    keys = getattr(checked_optimizer(optimizer), "state", ())
-    return any(isinstance(p, torch.Tensor) and is_accelerator(p.device) for p in keys)
-
-
-def _kind_and_settings(optimizer: Any) -> tuple[type, dict[str, Any]] | None:
-    """Raises: as ``checked_optimizer``."""
+    """``optimizer_bytes`` for ``parameters`` that have no memory, on another device's ``kernels``."""
     optimizer = checked_optimizer(optimizer)
-    if optimizer is None:
-        return None
+    if optimizer is None or not parameters:
+        return 0, 0
     if isinstance(optimizer, str):
-        return _BY_NAME[optimizer.lower()], {}
-    return type(optimizer), {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        return _foreseen_of_name(optimizer, parameters, kernels, block_bytes)
+    # On a CPU state that exists has the CPU's blocks, and numbers on the host that a device's kernels have there.
+    is_there = kernels == "cpu" or any(is_accelerator(p.device) for p in _own(optimizer))
+    existing = existing_state_bytes(optimizer) if is_there else 0
+    if existing:
+        return existing, _foreseen_or_nothing(optimizer, _trained(optimizer, parameters), kernels, block_bytes)[1]
+    return _foreseen(optimizer, _trained(optimizer, parameters), kernels, block_bytes)
 
 
-def existing_state_bytes(optimizer: Any) -> int:
-    """What the state takes that an optimizer has now; of a name nothing."""
+def _own(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _trained(optimizer: Any, parameters: list[nn.Parameter]) -> set[int]:
+    """Ids of the optimizer's parameters that will have state where ``parameters`` are."""
+    own, trained = _own(optimizer), {id(p) for p in parameters}
+    if trained.isdisjoint(map(id, own)):  # it has copies of its own: sharded, or in another precision
+        trained = set(map(id, own))
+    on_device = is_accelerator(parameters[0].device)
+    return {id(p) for p in own if id(p) in trained and (is_accelerator(p.device) or not on_device)}
+
+
+def existing_state_bytes(optimizer: Any, device: torch.device | None = None) -> int:
+    """What the state takes that an optimizer has now on ``device``; of a name nothing.
+
+    Args:
+        device: None: that of the optimizer's first parameter.
+    """
     optimizer = checked_optimizer(optimizer)
     if optimizer is None or isinstance(optimizer, str):
         return 0
-    return sum(
-        in_blocks(t.nbytes, t.device.type)
-        for p, s in optimizer.state.items()
-        for t in [*_state_tensors(s), *_scalars(p, s)]
-    )
+    own = _own(optimizer)
+    if device is None:
+        device = own[0].device if own else torch.device("cpu")
+    not_state = {_address(t) for p in own for held in (p, p.grad) if held is not None for t in parts_of(held)}
+    found: dict[int, int] = {}
+    for tensor in state_tensors(optimizer):
+        is_counted = tensor.dim() > 0 or is_accelerator(device)  # on a CPU numbers take four bytes each
+        if tensor.device.type == device.type and is_counted and (key := _address(tensor)) not in not_state:
+            found[key] = tensor.untyped_storage().nbytes()
+    return sum(in_blocks(size, device.type) for size in found.values())
+
+
+def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors of an optimizer's state, wrappers and objects (GaLore's projectors) are opened."""
+    state = getattr(optimizer, "state", None)
+    for kept in list(state.values()) if isinstance(state, dict) else ():
+        yield from _tensors_of(kept)
+
+
+def _tensors_of(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield from (t for t in parts_of(value) if t.layout == torch.strided)
+    elif depth == _MOST_NESTED or isinstance(value, _PLAIN) or callable(value):
+        return
+    elif isinstance(value, dict):
+        for item in list(value.values()):
+            yield from _tensors_of(item, depth + 1)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _tensors_of(item, depth + 1)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors_of(vars(value), depth + 1)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def checked_optimizer(optimizer: Any) -> Any:
@@ -105,17 +159,46 @@ def checked_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _probe(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[list[float], int, float]:
-    """(each state tensor of one, its scalars on the device, step temporaries) of ``count`` small parameters.
+def _foreseen_of_name(name: str, parameters: list[nn.Parameter], kernels: str, block: int) -> tuple[int, int]:
+    parts: list[Any] = [t for p in parameters for t in parts_of(p.detach())]
+    key = (name.lower(), tuple((tuple(t.shape), t.dtype) for t in parts), kernels, block)
+    if key not in _OF_NAME:
+        _OF_NAME[key] = hollow_optimizer_bytes(_BY_NAME[name.lower()], {}, parts, kernels=kernels, block_bytes=block)
+    return _OF_NAME[key]
 
-    Tensors and temporaries in bytes per element of one parameter.
 
-    Measured once: a probe takes 0.2 s, and every watched step asks.
-    """
-    key = (kind, *((name, _kept(value)) for name, value in sorted(settings.items())), like.dtype, like.device, count)
-    if key not in _PROBED:
-        _PROBED[key] = _measured(kind, settings, like, count)
-    return _PROBED[key]
+def _foreseen(optimizer: Any, trained: set[int], kernels: str, block: int) -> tuple[int, int]:
+    """``hollow_step_bytes``, rehearsed once for settings that bytes may depend on. Raises: UnknownStateError."""
+    if not trained:
+        return 0, 0
+    groups = tuple(
+        (
+            tuple((name, _kept(value)) for name, value in sorted(group.items()) if name != "params"),
+            tuple((tuple(p.shape), p.dtype, id(p) in trained) for p in group["params"]),
+        )
+        for group in optimizer.param_groups
+    )
+    settings = tuple((name, _kept(value)) for name, value in sorted(vars(optimizer).items()) if name[0] != "_")
+    key = groups, settings, kernels, block
+    known = _OF_OPTIMIZER.setdefault(optimizer, {})
+    if key not in known:
+        try:
+            known[key] = hollow_step_bytes(optimizer, trained, kernels=kernels, block_bytes=block)
+        except Exception as error:  # another library's code, on tensors that it was not made for
+            known[key] = f"{type(error).__name__}: {error}".splitlines()[0]
+    if isinstance(found := known[key], str):
+        raise UnknownStateError(
+            f"what {type(optimizer).__name__} keeps is not known before its first step, which could not be rehearsed "
+            f"({found}): nothing is counted for it until it is there."
+        )
+    return found
+
+
+def _foreseen_or_nothing(optimizer: Any, trained: set[int], kernels: str, block: int) -> tuple[int, int]:
+    try:
+        return _foreseen(optimizer, trained, kernels, block)
+    except UnknownStateError:  # what is there is counted
+        return 0, 0
 
 
 def _kept(value: Any) -> Any:
@@ -125,28 +208,3 @@ def _kept(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(map(_kept, value))
     return value if isinstance(value, (int, str, type(None))) else type(value)
-
-
-def _measured(kind: type, settings: dict, like: torch.Tensor, count: int) -> tuple[list[float], int, float]:
-    probes = [torch.nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=like.dtype, device=like.device)) for _ in range(count)]
-    known = {k: v for k, v in settings.items() if k in inspect.signature(kind).parameters}
-    small = kind(probes, **known)
-    for probe in probes:
-        probe.grad = torch.zeros_like(probe)
-    small.step()
-    state = small.state[probes[0]]
-    states = [t.nbytes / probes[0].numel() for t in _state_tensors(state)]
-    temporaries = peak_bytes(small.step, like.device)
-    return states, len(_scalars(probes[0], state)), temporaries / probes[0].numel()
-
-
-def _state_tensors(state: dict) -> list[torch.Tensor]:
-    """Not the scalars, such as Adam's step."""
-    return list(plain_tensors(*(t for t in tensors_in(state) if t.numel() > 1)))
-
-
-def _scalars(parameter: Any, state: dict) -> list[torch.Tensor]:
-    """Those on an accelerator, where fused and capturable kernels read them; others are on the CPU."""
-    if not isinstance(parameter, torch.Tensor) or not is_accelerator(parameter.device):
-        return []
-    return [t for t in plain_tensors(*tensors_in(state)) if t.numel() == 1 and t.device.type == parameter.device.type]

@@ -28,7 +28,7 @@ from lowtide.tracing.data_parallel import ddp_bucket_bytes, gradients_are_bucket
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.model_facts import ModelFacts, device_of
 from lowtide.tracing.operators import gradient_of, is_wrapper_type, storage_of
-from lowtide.tracing.optimizer_state import existing_state_bytes, optimizer_bytes
+from lowtide.tracing.optimizer_state import UnknownStateError, existing_state_bytes, optimizer_bytes
 from lowtide.tracing.recorder import KernelFacts, Recorder
 from lowtide.tracing.restore import preserve_training_state, set_aside_other_gradients
 from lowtide.tracing.sharding.units import gather_each_once
@@ -158,8 +158,13 @@ def finished_graph(
     new_bytes = sum(_in_blocks(builder.storages[number].bytes, block) for number in new)
     made = {name for name, numbers in recorder.new_gradients.items() if numbers <= new}
     trained = [p for name, p in model.named_parameters() if name in received]
-    state_bytes, step_bytes = (optimizer_bytes if hollow is None else hollow.optimizer_bytes)(optimizer, trained)
-    resident = resident_bytes(model, batch, device, received - made, existing_state_bytes(optimizer), block)
+    state_bytes, step_bytes = 0, 0
+    unknown: dict[str, str] = {}
+    try:
+        state_bytes, step_bytes = (optimizer_bytes if hollow is None else hollow.optimizer_bytes)(optimizer, trained)
+    except UnknownStateError as error:
+        unknown = {"optimizer": str(error)}
+    resident = resident_bytes(model, batch, device, received - made, existing_state_bytes(optimizer, device), block)
     if hollow is None and not is_accelerator(device):  # there the allocator has counted them
         # Targets, mostly: they were there before the step, and the model was not called with them.
         resident["batch"] += sum(_in_blocks(builder.storages[n].bytes, block) for n in recorder.live.take_as_inputs())
@@ -173,7 +178,8 @@ def finished_graph(
             for name, p in model.named_parameters()
             if any(recorder.live.find(t) in written for t in plain_tensors(p))
         ),
-        provenance={"torch": torch.__version__, "model": type(model).__name__, "batch": describe_batch(batch)},
+        provenance=unknown
+        | {"torch": torch.__version__, "model": type(model).__name__, "batch": describe_batch(batch)},
     )
 
 
