@@ -103,12 +103,15 @@ def existing_state_bytes(optimizer: Any, device: torch.device | None = None) -> 
     optimizer = checked_optimizer(optimizer)
     if optimizer is None or isinstance(optimizer, str):
         return 0
+    kept = list(state_tensors(optimizer))
+    if not kept:
+        return 0
     own = _own(optimizer)
     if device is None:
         device = own[0].device if own else torch.device("cpu")
     not_state = {_address(t) for p in own for held in (p, p.grad) if held is not None for t in parts_of(held)}
     found: dict[int, int] = {}
-    for tensor in state_tensors(optimizer):
+    for tensor in kept:
         is_counted = tensor.dim() > 0 or is_accelerator(device)  # on a CPU numbers take four bytes each
         if tensor.device.type == device.type and is_counted and (key := _address(tensor)) not in not_state:
             found[key] = tensor.untyped_storage().nbytes()
