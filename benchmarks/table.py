@@ -40,6 +40,7 @@ from gpu_table import gpu_table
 from host_time_table import host_time_table
 from integrations_table import cases_table, timed_table
 from limits_table import costs_table
+from optimizers_table import optimizers_table
 from real_steps_table import real_steps_table
 from reserved_table import reserved_table
 from true_steps_table import true_steps_summary, true_steps_table
@@ -108,6 +109,7 @@ def main() -> int:
         Page(ROOT / "docs" / "foresight.md", "plans", RESULTS / "foresight_cpu.jsonl", plans_table),
         Page(ROOT / "docs" / "foresight.md", "zoo", RESULTS / "hollow_zoo_cpu.jsonl", hollow_zoo_table),
         Page(ROOT / "docs" / "foresight.md", "counted", RESULTS / "hollow_counted.json", counted_table),
+        Page(ROOT / "docs" / "foresight.md", "optimizers", RESULTS / "optimizers.jsonl", optimizers_table),
         Page(ROOT / "docs" / "foresight.md", "reserved", RESULTS / "reserved_cuda.json", reserved_table),
         Page(ROOT / "docs" / "foresight.md", "large", RESULTS / "hollow_large_cpu.jsonl", large_table),
         Page(ROOT / "docs" / "foresight.md", "ranks", RESULTS / "parallel_peaks_cpu.jsonl", ranks_table),

@@ -350,6 +350,17 @@ def test_arguments_are_checked_when_they_are_given(monkeypatch):
         LowtideCallback("60%")
 
 
+@pytest.mark.parametrize("options", [{}, {"optimizer": None}], ids=["counted", "left out"])
+def test_the_state_of_the_trainers_optimizer_counts_unless_it_is_left_out(tmp_path, options):
+    callback = LowtideCallback("60%", **options)
+
+    run = train(small(), tmp_path, callback, optim="adamw_torch")
+
+    state = callback.fit.graph.resident["optimizer"]
+    trained = sum(p.nbytes for p in run.trainer.model.parameters())
+    assert state == (0 if options else 2 * trained)
+
+
 @pytest.mark.slow
 def test_two_ranks_with_a_plan_each(tmp_path):
     plain = on_every_rank(train_in_rank, str(tmp_path), False)

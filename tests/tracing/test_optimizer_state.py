@@ -94,7 +94,7 @@ def low_rank(model: nn.Module) -> torch.optim.Optimizer:
     ])  # fmt: skip
 
 
-class OnRealTensorsOnly(torch.optim.Optimizer):
+class OnRealTensors(torch.optim.Optimizer):
     def step(self, closure=None):
         raise RuntimeError("only real gradients")
 
@@ -149,7 +149,9 @@ def test_state_is_foreseen_as_it_is_after_one_step_and_as_the_allocator_counts(n
         optimizer = OPTIMIZERS[name](model)
     except ImportError as error:
         pytest.skip(f"{error}")
-    held = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor) and t.dim())
+    held = sum(
+        t.nbytes for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor) and t.dim()
+    )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.clone() for p in parameters]
 
@@ -199,9 +201,9 @@ def test_parameters_that_thaw_later_are_foreseen_beside_the_state_of_the_others(
 
 def test_an_optimizer_that_cannot_be_rehearsed_is_named_and_training_goes_on():
     model, batch = mlp(4, 32), torch.randn(16, 32)
-    optimizer = OnRealTensorsOnly(model.parameters(), {})
+    optimizer = OnRealTensors(model.parameters(), {})
     named = (
-        "what OnRealTensorsOnly keeps is not known before its first step, which could not be rehearsed (RuntimeError: only "
+        "what OnRealTensors keeps is not known before its first step, which could not be rehearsed (RuntimeError: only "
         "real gradients): nothing is counted for it until it is there."
     )
 
