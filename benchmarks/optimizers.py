@@ -1,10 +1,10 @@
 """Optimizer states, foreseen before the first step, beside what one real step leaves and what the allocator counts.
 
-    python optimizers.py           on the device that is here: a CPU, or CUDA and its stand-in
+    python optimizers.py           on the device that is here: a CPU, or CUDA's stand-in
 
 Needs torchao, bitsandbytes, galore-torch, apollo-torch, lion-pytorch and lomo-optim; what is missing is left out by
-name. Lines of the other device stay. On CUDA what a library runs on the device itself (cuSOLVER for GaLore) has no
-stand-in.
+name. Lines of the other device stay. On the stand-in what a library runs on the device itself fails (cuSOLVER for GaLore),
+and steps that torchao compiles run uncompiled: no benchmark of kernels would end there.
 """
 
 from __future__ import annotations
@@ -155,7 +155,9 @@ def version(package: str) -> str:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if DEVICE == "cuda":  # what cuBLAS keeps is taken before anything is counted
+    if DEVICE == "cuda":
+        torch.compiler.set_stance("force_eager")
+        # What cuBLAS keeps is taken before anything is counted.
         torch.mm(torch.ones(8, 8, device=DEVICE), torch.ones(8, 8, device=DEVICE))
     shared = provenance() | {"packages": {name: found for name in PACKAGES if (found := version(name))}}
     before = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []

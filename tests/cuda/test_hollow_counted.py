@@ -17,7 +17,7 @@ from torch import nn
 import lowtide
 from lowtide.device.memory import allocated_bytes
 from lowtide.hollow.cuda_attention import attention_kernel
-from lowtide.tracing.optimizer_state import existing_state_bytes
+from lowtide.tracing.optimizer_state import existing_state_bytes, optimizer_bytes
 
 CASES = [
     ("llama", "float32", "sdpa"), ("gpt2", "bfloat16 autocast", "sdpa"), ("bert", "bfloat16", "eager"),
@@ -134,6 +134,32 @@ def test_an_optimizers_state_and_temporaries_are_those_that_are_counted(name):
     traced = lowtide.trace(model, batch, step=step, optimizer=optimizer)
     assert traced.resident["optimizer"] == state  # and it is not among the others again
     assert traced.resident_bytes == allocated_bytes("cuda")
+
+
+class KeptOnTheHost(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("momentum", torch.zeros(p.shape)).add_(p.grad.cpu())
+
+
+def paged(parameters):
+    return pytest.importorskip("bitsandbytes").optim.PagedAdamW32bit(parameters)
+
+
+@pytest.mark.parametrize("make", [lambda parameters: KeptOnTheHost(parameters, {}), paged], ids=["host", "paged"])
+def test_state_in_host_memory_takes_nothing_of_the_device(make):
+    parameters = [nn.Parameter(torch.randn(400, 300, device="cuda"))]
+    parameters[0].grad = torch.randn_like(parameters[0])
+    optimizer = make(parameters)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+
+    foreseen, _ = optimizer_bytes(optimizer, parameters)
+    optimizer.step()
+    gc.collect()
+
+    assert foreseen == existing_state_bytes(optimizer) == torch.cuda.memory_allocated() - before == 0
 
 
 @pytest.mark.parametrize("outer", [False, True])

@@ -9,6 +9,7 @@ Both are temporaries of ``step()``, not state.
 
 import inspect
 import sys
+import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator
@@ -192,6 +193,7 @@ def _rehearsed(kind: type, make: Callable[[], Any], *, kernels: str, block_bytes
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(warnings.catch_warnings(action="ignore"))  # of the CPU, where there is none
         stack.enter_context(_Hollow(kernels))
         stack.enter_context(_capturable_here(kind) if on_cuda else nullcontext())
         with first, _HostTensors(first) if on_cuda else nullcontext():

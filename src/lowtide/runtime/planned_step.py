@@ -73,7 +73,7 @@ class PlannedStep:
 
     @cached_property
     def needs_whole_step(self) -> bool:
-        """The tape has something to do outside the model's calls, or counts what is unpacked of the loss: tensors move."""
+        """The tape has something to do outside the model's calls; where tensors move, it counts unpacks of the loss."""
         return self.tape.program.root.has_actions or bool(self.plan.tiers)
 
     @cached_property
