@@ -54,4 +54,7 @@ def _mib(size: int) -> str:
 
 
 def _short(error: str) -> str:
-    return error.split("If you keep")[0].split(". ")[0].rstrip(". ") + "."
+    """The cause alone, its first sentence."""
+    if "rehearsed (" in error:
+        error = error.partition("rehearsed (")[2].rpartition("):")[0]
+    return error.partition(". ")[0].strip(".: ") + "."
