@@ -2,9 +2,9 @@
 
     python optimizers.py           on the device that is here: a CPU, or CUDA's stand-in
 
-Needs torchao, bitsandbytes, galore-torch, apollo-torch, lion-pytorch and lomo-optim; what is missing is left out by
-name. Lines of the other device stay. On the stand-in what a library runs on the device itself fails (cuSOLVER for GaLore),
-and steps that torchao compiles run uncompiled: no benchmark of kernels would end there.
+Needs torchao, bitsandbytes, galore-torch, apollo-torch, lion-pytorch and lomo-optim; what is missing is named. Lines of
+the other device stay. On the stand-in what a library runs on the device itself fails (cuSOLVER for GaLore), and steps
+that torchao compiles run uncompiled: no benchmark of kernels would end there.
 """
 
 from __future__ import annotations

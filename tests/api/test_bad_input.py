@@ -207,8 +207,8 @@ def test_what_is_no_module_is_refused():
         (
             "sophia",
             ValueError,
-            "optimizer='sophia' is not one of ['adagrad', 'adam', 'adamw', 'rmsprop', 'sgd']. "
-            "Pass the optimizer itself.",
+            "optimizer='sophia' is not one of adafactor, adagrad, adam, adamw, adamw_for_loop, adamw_fused, rmsprop, "
+            "sgd, sgd_momentum. Pass the optimizer itself.",
         ),
     ],
 )

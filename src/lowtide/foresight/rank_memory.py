@@ -41,6 +41,7 @@ from lowtide.hollow.devices import TargetDevice, target_of
 from lowtide.hollow.memory import hollow
 from lowtide.hollow.mode import HollowMode
 from lowtide.hollow.optimizer import hollow_optimizer_bytes
+from lowtide.tracing.optimizer_state import NAMED
 
 _BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size, and stage3_prefetch_bucket_size
 _LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
@@ -49,16 +50,7 @@ _SCALED_ELEMENTS, _LEAST_QUANTIZED = 256, 4096
 _UNIT = re.compile(r"^(.*?\.\d+)\.")
 _GATHERED_BYTES = 2  # an element in a 16-bit compute dtype
 _RUN_BLOCKS = 2
-_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict]] = {
-    "adamw": (torch.optim.AdamW, {}),
-    "adam": (torch.optim.Adam, {}),
-    "adamw_fused": (torch.optim.AdamW, {"fused": True}),
-    "adamw_for_loop": (torch.optim.AdamW, {"foreach": False}),
-    "sgd": (torch.optim.SGD, {}),
-    "sgd_momentum": (torch.optim.SGD, {"momentum": 0.9}),
-    "adafactor": (torch.optim.Adafactor, {}),
-    "muon": (torch.optim.Muon, {}),
-}
+_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict]] = {**NAMED, "muon": (torch.optim.Muon, {})}
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,11 @@ def _is_on_host(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not _is_wrapper(type(value)) and is_on_host(value.untyped_storage())
 
 
+def kernels_on(device: torch.device) -> str:
+    """Whose choices of kernels optimizers make on ``device``: those for CUDA on any accelerator."""
+    return "cuda" if is_accelerator(device) else "cpu"
+
+
 def hollow_optimizer_bytes(
     kind: type[torch.optim.Optimizer],
     settings: dict[str, Any],

@@ -16,12 +16,19 @@ from torch import nn
 from lowtide.device.block_size import in_blocks
 from lowtide.device.names import is_accelerator
 from lowtide.errors import LowtideError
-from lowtide.hollow.optimizer import hollow_optimizer_bytes, hollow_step_bytes, parts_of
+from lowtide.hollow.optimizer import hollow_optimizer_bytes, hollow_step_bytes, kernels_on, parts_of
 
-_BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
-    "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop,
-}  # fmt: skip
+NAMED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adafactor": (torch.optim.Adafactor, {}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "adam": (torch.optim.Adam, {}),
+    "adamw": (torch.optim.AdamW, {}),
+    "adamw_for_loop": (torch.optim.AdamW, {"foreach": False}),
+    "adamw_fused": (torch.optim.AdamW, {"fused": True}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+    "sgd": (torch.optim.SGD, {}),
+    "sgd_momentum": (torch.optim.SGD, {"momentum": 0.9}),
+}
 _MOST_NESTED = 6  # containers and objects in one another
 _PLAIN = (int, float, str, bytes, type(None), type, torch.dtype, torch.device, torch.Generator, nn.Module)
 # What rehearsals have found in this process, by optimizer: a rehearsal takes as long as a step's Python, and every
@@ -47,7 +54,7 @@ def optimizer_bytes(optimizer: Any, parameters: list[nn.Parameter]) -> tuple[int
     if optimizer is None or not parameters:
         return 0, 0
     device = parameters[0].device
-    kernels, block = "cuda" if is_accelerator(device) else "cpu", in_blocks(1, device.type)
+    kernels, block = kernels_on(device), in_blocks(1, device.type)
     if isinstance(optimizer, str):
         return _foreseen_of_name(optimizer, parameters, kernels, block)
     trained = _trained(optimizer, parameters)
@@ -152,8 +159,8 @@ def checked_optimizer(optimizer: Any) -> Any:
     """
     while hasattr(inner := getattr(optimizer, "optimizer", None), "param_groups"):
         optimizer = inner
-    if isinstance(optimizer, str) and optimizer.lower() not in _BY_NAME:
-        raise ValueError(f"optimizer={optimizer!r} is not one of {sorted(_BY_NAME)}. Pass the optimizer itself.")
+    if isinstance(optimizer, str) and optimizer.lower() not in NAMED:
+        raise ValueError(f"optimizer={optimizer!r} is not one of {', '.join(NAMED)}. Pass the optimizer itself.")
     keeps_state = hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")
     if optimizer is not None and not isinstance(optimizer, str) and not keeps_state:
         raise TypeError(
@@ -166,7 +173,8 @@ def _foreseen_of_name(name: str, parameters: list[nn.Parameter], kernels: str, b
     parts: list[Any] = [t for p in parameters for t in parts_of(p.detach())]
     key = (name.lower(), tuple((tuple(t.shape), t.dtype) for t in parts), kernels, block)
     if key not in _OF_NAME:
-        _OF_NAME[key] = hollow_optimizer_bytes(_BY_NAME[name.lower()], {}, parts, kernels=kernels, block_bytes=block)
+        kind, settings = NAMED[name.lower()]
+        _OF_NAME[key] = hollow_optimizer_bytes(kind, settings, parts, kernels=kernels, block_bytes=block)
     return _OF_NAME[key]
 
 

@@ -19,7 +19,7 @@ from lowtide.hollow.mode import HollowMode
 from lowtide.hollow.models import hollow_batch, hollow_parameters, is_config, model_of
 from lowtide.hollow.workspaces import Workspaces
 from lowtide.tracing.data_parallel import unwrapped
-from lowtide.tracing.optimizer_state import bytes_without_memory
+from lowtide.tracing.optimizer_state import bytes_without_memory, checked_optimizer
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.tracer import Step, WithoutMemory, record
 from lowtide.tracing.whole_modules import called_whole, matching
@@ -68,6 +68,7 @@ def trace(
         UnsupportedModelError: wrapped otherwise, sharded, or on several devices.
         RehearsalMemoryError: memory ran out.
     """
+    checked_optimizer(optimizer)
     if accumulate is not None and accumulate < 1:
         raise ValueError(f"accumulate={accumulate}: a step has one micro-batch or more.")
     if opaque and device is not None:
