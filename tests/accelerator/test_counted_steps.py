@@ -9,6 +9,7 @@ from support.training_steps import mlp
 import lowtide
 from lowtide.device import memory
 from lowtide.runtime.step_memory import StepMemory
+from lowtide.units import format_bytes
 
 MIB = 2**20
 NO_HOST = lowtide.Offload(host_budget=None)
@@ -176,6 +177,20 @@ def test_a_plan_that_no_longer_fits_beside_what_is_there_is_dropped_and_made_ane
     else:
         assert max(peaks) > training.budget and status.planned_steps == 4
         assert "a step under its plan took up to" in status.reasons[-1]
+
+
+def test_the_least_there_is_stays_and_knows_what_it_takes_beside_what_came(device):
+    training = OptimizerNobodyTold()
+    budget = torch.accelerator.memory_allocated() + sum(p.nbytes for p in training.model.parameters())
+    with lowtide.fit(training.model, budget=budget, offload=NO_HOST) as fit:
+        *_, last = training.steps(fit, 4)
+        plan, status = fit.plan, fit.status()
+
+    assert status.in_force and status.planned_steps == 3
+    assert plan.predicted_peak_bytes == last > budget + training.state_bytes
+    least = f"running at the least there is, {format_bytes(last)}"
+    assert [reason for reason in status.reasons if "no plan fits" in reason and reason.endswith(least)]
+    assert not [reason for reason in status.reasons if "does not know" in reason]
 
 
 def test_a_plan_is_kept_where_only_gradients_come_and_go(device):

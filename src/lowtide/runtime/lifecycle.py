@@ -428,6 +428,10 @@ class Lifecycle:
         self._ended_well = False
         if step is None or not more:
             return step
+        if (
+            step.plan.predicted_peak_bytes > self._budget.limit_bytes
+        ):  # none is leaner, and steps without one are dearer
+            return self.plans_by_shape.keep_least(step, more)
         self._reasons.say_latest(
             "outgrown",
             f"{format_bytes(more)} more are on the device before a step than its plan knows, and the budget has no "

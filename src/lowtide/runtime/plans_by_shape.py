@@ -288,6 +288,16 @@ class PlansByShape:
         if not self._is_waiting_for(planned.shapes[0]):
             self._ask(planned.shapes, graph, planned.costs, budget_bytes)
 
+    def keep_least(self, planned: PlannedStep, more_bytes: int) -> PlannedStep:
+        """So much more is there before its step, and ``planned`` is the least there is: it takes that much more."""
+        shape, budget_bytes = planned.shapes[0], self._budget_bytes or 0
+        before = self.least_bytes.get(shape, planned.plan.predicted_peak_bytes)
+        least_bytes = self.least_bytes[shape] = before + more_bytes
+        graph = self._with_resident(planned, "other", more_bytes)
+        plan = with_decisions_of(replace(planned.plan, budget_bytes=least_bytes), graph, planned.costs)
+        self._say_least(budget_bytes)
+        return self._put_in_force(planned.shapes, graph, planned.costs, plan)
+
     def correct_state(self, planned: PlannedStep, more_bytes: int, budget_bytes: int) -> PlannedStep | None:
         """The optimizer keeps so much more than ``planned`` knows, or less: what may run with its state as it is.
 

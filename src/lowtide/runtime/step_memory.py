@@ -89,15 +89,12 @@ class StepMemory:
     def outgrown_bytes(self, model: nn.Module, step: PlannedStep) -> int:
         """How much more is on the device before this step than its plan knows, where the budget has no room for that.
 
-        0 where it has, on a CPU, of which nobody counts all, and where the plan is the least there is: no other would
-        be leaner, and steps without one are dearer.
+        0 where it has, and on a CPU, of which nobody counts all.
         """
         allocated = allocated_bytes(self._budget.device) if is_accelerator(self._budget.device) else None
         if allocated is None or not step.shapes:
             return 0
         resident, limit = step.graph.resident, self._budget.limit_bytes
-        if step.plan.predicted_peak_bytes > limit:
-            return 0
         # Without a look at each gradient: as if there were none yet, which the plan counts as there.
         most = allocated - (step.plan.resident_bytes - resident.get("gradients", 0))
         spare = max(0, limit - step.plan.predicted_peak_bytes) + int(_UNTOLD_SHARE * limit)
