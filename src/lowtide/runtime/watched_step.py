@@ -274,8 +274,10 @@ class WatchedStep(OnlineTape):
     def note_backward(self, model: nn.Module) -> None:
         """A backward has ended: its gradients are there. If it was the last one, the step ends here.
 
-        What it left of its graph may keep the record open: ``backward(inputs=...)`` passes some nodes by.
+        The recorder holds nothing of its graph any more, which may have been retained for another. What backward left
+        of it may keep the record open: ``backward(inputs=...)`` passes some nodes by.
         """
+        self.recorder.sums.forget_nodes()
         self._end = self._builder.mark()
         if self._builder.recording:
             self._received |= self.recorder.note_gradients(model)

@@ -12,6 +12,8 @@ from lowtide.tracing.graph_builder import GraphBuilder
 from lowtide.tracing.module_calls import never_compiled
 from lowtide.tracing.operators import allocated_bytes, storage_of
 
+_NUMBER_BYTES = 16  # the largest is complex
+
 
 class LiveStorages:
     """Storage ids by the address of the storage; its death ends the entry and becomes an event."""
@@ -66,12 +68,15 @@ class LiveStorages:
     def take_as_inputs(self) -> list[int]:
         """The storages that came from nowhere, and were there before the step: inputs of it from now on.
 
-        What the step writes is none: DDP's buckets, which count as gradients.
+        What the step writes is none: DDP's buckets, which count as gradients. Nor is a number that Python made a
+        tensor of.
         """
         found = [
-            s.id for s in self._builder.storages
-            if s.op is None and s.kind == "other" and s.bytes and not s.fixed and s.id not in self._adopted
-        ]  # fmt: skip
+            s.id
+            for s in self._builder.storages
+            if s.op is None and s.kind == "other" and not s.fixed and s.bytes > _NUMBER_BYTES
+        ]
+        found = [number for number in found if number not in self._adopted]
         for number in found:
             self._builder.storages[number] = replace(self._builder.storages[number], kind="input")
         return found
