@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from support import checkpointing_word
 
 import lowtide
 from lowtide.cli import main
@@ -158,7 +159,7 @@ def test_methods_leave_the_model_as_a_plain_one():
     after, _ = step.outcome(Way("plain"))
 
     assert differing(before, after) == []
-    assert not case.model.is_activation_checkpointing
+    assert not checkpointing_word.is_on(case.model)
     assert not any(m._forward_hooks for m in case.model.modules())
 
 

@@ -12,6 +12,23 @@ def test_an_environment_that_has_it_sees_one_h100(python):
     assert python(SEES) == "True 1 NVIDIA H100 80GB HBM3"
 
 
+def test_without_devices_it_is_a_cuda_build_on_a_machine_without_a_gpu(python):
+    source = """
+import torch
+print(torch.cuda.is_available(), torch.cuda.device_count(), torch.accelerator.is_available())
+x = torch.ones(3, requires_grad=True)
+(x * 2).sum().backward()
+print(x.grad.tolist())
+try:
+    x.cuda()
+except RuntimeError as error:
+    print(error)
+"""
+    assert python(source, STANDIN_DEVICES="0").splitlines() == [
+        "False 0 False", "[2.0, 2.0, 2.0]", "No CUDA GPUs are available"
+    ]  # fmt: skip
+
+
 def test_a_process_that_does_not_import_torch_pays_for_three_small_modules(python):
     source = "import sys; print(*sorted(name for name in sys.modules if name.startswith('cuda_standin')))"
     assert python(source) == "cuda_standin cuda_standin.autoload cuda_standin.imports"

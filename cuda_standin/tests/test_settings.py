@@ -17,7 +17,6 @@ def test_what_is_not_set_is_right():
         ("STANDIN_MEMORY", "4GiB", "STANDIN_MEMORY='4GiB': give a whole number."),
         ("STANDIN_VALUES", "no", "STANDIN_VALUES='no': give 0 or 1."),
         ("STANDIN_LATE", "kernels", "STANDIN_LATE='kernels': give copies, side, default or all."),
-        ("STANDIN_DEVICES", "0", "STANDIN_DEVICES=0: give 1 or more, "),
         ("STANDIN_GPUS", "2", "STANDIN_GPUS: the stand-in has no such variable; it has "),
     ],
 )

@@ -13,6 +13,7 @@ from lowtide.doctor import step_under_test
 from lowtide.doctor.finding import Gain
 from lowtide.doctor.step_listener import StepListener
 from lowtide.doctor.step_under_test import StepUnderTest
+from lowtide.settings import checkpointing_names
 
 MIB = 2**20
 
@@ -101,7 +102,7 @@ def _recomputed(layers: int) -> int:
     model, counts = llama(layers), []
     for on in (False, True):
         if on:
-            model.activation_checkpointing_enable()
+            checkpointing_names.enable(model)
         with FlopCounterMode(display=False) as counter:
             model(**TOKENS).loss.backward()
         counts.append(counter.get_total_flops())

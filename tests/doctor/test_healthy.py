@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import lowtide
+from lowtide.settings import checkpointing_names
 
 
 def _convolutions():
@@ -20,7 +21,7 @@ def _convolutions():
 
 def _every_second_layer():
     model = llama(4, attention_dropout=0.1)
-    model.activation_checkpointing_enable(every_n_layers=2)
+    checkpointing_names.enable(model, every_n_layers=2)
     return Case(model, TOKENS)
 
 
@@ -28,7 +29,7 @@ def _adapter():
     from peft import LoraConfig, get_peft_model
 
     model = llama()
-    model.activation_checkpointing_enable()
+    checkpointing_names.enable(model)
     return Case(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"])), TOKENS)
 
 

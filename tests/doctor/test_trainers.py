@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import checkpointing_word
 from support.sick_setups import TOKENS, Stack, llama, mlp
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
@@ -22,8 +23,7 @@ def test_a_trainer_looks_when_training_begins(tmp_path, monkeypatch):
         model = llama(attention_dropout=0.1)
         arguments = TrainingArguments(
             output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1,
-            activation_checkpointing=True, disable_tqdm=True,
-            activation_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False},
+            disable_tqdm=True, **checkpointing_word.asking(use_reentrant=False, preserve_rng_state=False),
         )  # fmt: skip
         rows = [{"input_ids": row, "labels": row} for row in TOKENS["input_ids"]] * 8
         trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=list(callbacks))
@@ -64,8 +64,8 @@ def test_a_trainer_that_makes_its_inputs_in_the_step_is_looked_at_with_those(tmp
     def trained(*callbacks):
         arguments = TrainingArguments(
             output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
-            remove_unused_columns=False, activation_checkpointing=True,
-            activation_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False},
+            remove_unused_columns=False,
+            **checkpointing_word.asking(use_reentrant=False, preserve_rng_state=False),
         )  # fmt: skip
         rows = [{"prompt": row} for row in TOKENS["input_ids"]] * 8
         model = llama(attention_dropout=0.1)

@@ -5,6 +5,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from support import checkpointing_word
 from support.trainers import is_as_before, llama, train
 
 from lowtide.integrations.transformers import LowtideCallback
@@ -54,7 +55,7 @@ def prepared(model: Any) -> Any:
 
 def test_reentrant_checkpointing_that_preparing_leaves_on_is_off_and_told_once(tmp_path):
     plain = train(adapted(prepared), tmp_path)
-    assert plain.trainer.model.base_model.model.is_activation_checkpointing
+    assert checkpointing_word.is_on(plain.trainer.model.base_model.model)
     callback = LowtideCallback("80%")
 
     ours = train(adapted(prepared), tmp_path, callback)
@@ -66,5 +67,5 @@ def test_reentrant_checkpointing_that_preparing_leaves_on_is_off_and_told_once(t
         "gradient checkpointing was on: switched off while the model is fitted, since a plan recomputes less. "
         'remove() switches it on again; checkpointing="keep" leaves it on'
     ]
-    assert ours.trainer.model.base_model.model.is_activation_checkpointing
+    assert checkpointing_word.is_on(ours.trainer.model.base_model.model)
     assert "gradient_checkpointing" not in vars(ours.trainer.model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.utils.memory import should_reduce_batch_size
+from support import checkpointing_word
 from support.ranks import on_every_rank
 from support.trainers import (
     Run,
@@ -147,7 +148,7 @@ def test_nothing_is_left_behind_by_an_exception(where, error, tmp_path):
     callback, model = LowtideCallback("60%"), small()
     settings: dict[str, Any] = {} if where else {"compute_loss_func": raising(error)}
     trainer = Trainer(
-        model, TrainingArguments(**arguments(tmp_path, activation_checkpointing=True)), train_dataset=sentences(),
+        model, TrainingArguments(**arguments(tmp_path, **checkpointing_word.asking())), train_dataset=sentences(),
         data_collator=padded, callbacks=[Fails(where, error)] if where else [], **settings,
     )  # fmt: skip
     trainer.add_callback(callback)  # after the Trainer was made, as many do
@@ -156,7 +157,7 @@ def test_nothing_is_left_behind_by_an_exception(where, error, tmp_path):
         trainer.train()
 
     assert is_as_before(model)
-    assert model.is_activation_checkpointing
+    assert checkpointing_word.is_on(model)
     assert "was removed" in callback.fit.status().why_not
     assert kept.tb
 
@@ -208,18 +209,18 @@ class LooksAtCheckpointing(TrainerCallback):
         self.found: list[bool] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-        self.found.append(model.is_activation_checkpointing)
+        self.found.append(checkpointing_word.is_on(model))
 
 
 def test_the_trainers_checkpointing_is_off_meanwhile_and_ddp_is_asked_for_as_before(tmp_path):
     looks, model = LooksAtCheckpointing(), small()
     trainer = Trainer(
-        model, TrainingArguments(**arguments(tmp_path, activation_checkpointing=True, max_steps=4)),
+        model, TrainingArguments(**arguments(tmp_path, **checkpointing_word.asking(), max_steps=4)),
         train_dataset=sentences(), data_collator=padded, callbacks=[looks, LowtideCallback("90%")],
     )  # fmt: skip
     trainer.train()
     assert looks.found == [True, True, False, False]  # when a step begins; the first runs with it
-    assert model.is_activation_checkpointing
+    assert checkpointing_word.is_on(model)
     assert trainer.accelerator.ddp_handler.find_unused_parameters is False
 
 

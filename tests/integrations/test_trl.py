@@ -9,6 +9,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset, disable_progress_bars
+from support import checkpointing_word
 from support.trainers import VOCABULARY, Run, WaitForPlan, arguments, is_as_before, llama, probed
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -104,7 +105,7 @@ def test_a_run_is_the_plain_one_within_less(name, tmp_path):
     assert status.planned_calls >= status.planned_steps
     assert sum("gradient checkpointing was on" in reason for reason in status.reasons) == 1
     assert is_as_before(ours.trainer.model)
-    assert ours.trainer.model.is_activation_checkpointing
+    assert checkpointing_word.is_on(ours.trainer.model)
 
 
 class LooksAtLayers(TrainerCallback):

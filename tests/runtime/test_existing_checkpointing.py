@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from support import checkpointing_word
 from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -53,17 +54,17 @@ def test_transformers_checkpointing_is_off_while_steps_are_watched_and_back_afte
     plain = copy.deepcopy(llama)
     with lowtide.fit(llama, budget="60%") as fit:
         assert same(train(plain, batch), train(llama, batch))  # with it: nobody knows what a step may take
-        assert llama.is_activation_checkpointing
+        assert checkpointing_word.is_on(llama)
         assert "the model's own checkpointing" in fit.status().why_not
         llama.gradient_checkpointing_enable()  # as a Trainer may later still: each step looks
         assert same(train(plain, batch), train(llama, batch))
-        assert not llama.is_activation_checkpointing
+        assert not checkpointing_word.is_on(llama)
         fit.wait()
         assert same(train(plain, batch), train(llama, batch))
         assert fit.status().in_force
         assert sum("gradient checkpointing was on" in r for r in fit.status().reasons) == 1
         assert fit.plan.counts["recompute"] > 0
-    assert llama.is_activation_checkpointing
+    assert checkpointing_word.is_on(llama)
     assert same(train(plain, batch), train(llama, batch))
 
 
@@ -76,28 +77,28 @@ def test_switched_on_in_mid_training_it_is_off_before_the_next_planned_step(llam
         llama.gradient_checkpointing_enable()  # TRL does so after it has generated
         assert same(train(plain, batch), train(llama, batch))
         assert fit.status().in_force
-        assert not llama.is_activation_checkpointing
+        assert not checkpointing_word.is_on(llama)
 
 
 def test_it_is_off_while_a_batch_is_planned_for(llama, batch):
     with lowtide.fit(llama, batch, budget="60%") as fit:
-        assert not llama.is_activation_checkpointing
+        assert not checkpointing_word.is_on(llama)
         assert any("gradient checkpointing was on" in w for w in fit.warnings)
         assert fit.plan.counts["recompute"] > 0
-    assert llama.is_activation_checkpointing
+    assert checkpointing_word.is_on(llama)
 
 
 def test_a_fit_that_is_refused_switches_it_on_again(llama, batch):
     with pytest.raises(lowtide.BudgetInfeasibleError):
         lowtide.fit(llama, batch, budget=1)
-    assert llama.is_activation_checkpointing
+    assert checkpointing_word.is_on(llama)
 
 
 def test_kept_it_stays_on_and_is_told(llama, batch):
     plain = copy.deepcopy(llama)
     with lowtide.fit(llama, budget="90%", checkpointing="keep") as fit:
         assert same(train(plain, batch), train(llama, batch))
-        assert llama.is_activation_checkpointing
+        assert checkpointing_word.is_on(llama)
         assert "stays on" in " ".join(fit.status().reasons)
     with pytest.raises(ValueError, match="'replace' or 'keep'"):
         lowtide.fit(llama, checkpointing="off")
@@ -263,7 +264,7 @@ def test_a_flag_of_that_name_with_another_meaning_is_left_alone():
 
 def test_a_percentage_waits_for_the_models_own_step_and_a_budget_in_bytes_does_not(llama, batch):
     with lowtide.fit(llama, budget="64MiB") as fit:
-        assert not llama.is_activation_checkpointing
+        assert not checkpointing_word.is_on(llama)
         train(llama, batch)
         assert "own checkpointing" not in fit.status().why_not
 
@@ -276,9 +277,9 @@ def test_a_step_that_fails_is_not_the_one_that_counts(llama, batch):
             loss.backward()
         llama.zero_grad()
         train(llama, batch)
-        assert llama.is_activation_checkpointing and "own checkpointing" in fit.status().why_not
+        assert checkpointing_word.is_on(llama) and "own checkpointing" in fit.status().why_not
         train(llama, batch)
-        assert not llama.is_activation_checkpointing and fit.status().budget_bytes is not None
+        assert not checkpointing_word.is_on(llama) and fit.status().budget_bytes is not None
 
 
 def raise_on_purpose(_):

@@ -7,6 +7,7 @@ import torch
 
 import lowtide
 from lowtide.graph.costs import HOST, Costs, Link
+from lowtide.settings import checkpointing_names
 from lowtide.settings.carried_out import carried_out, carrier, why_not
 from lowtide.settings.frameworks import describe
 from lowtide.settings.settings_plan import plan_of
@@ -215,7 +216,7 @@ def test_a_budget_of_the_compiler_bounds_the_stored_bytes(llama):
 
 def test_from_settings_gives_a_plan_that_is_proven_whatever_the_model_has_switched_on():
     model, batch = decoder(num_hidden_layers=2)
-    model.activation_checkpointing_enable(every_n_layers=2)
+    checkpointing_names.enable(model, every_n_layers=2)
     before = [m.gradient_checkpointing for m in model.model.layers]
     settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
     plan = lowtide.from_settings(model, settings, framework="transformers", batch=batch)
@@ -224,7 +225,7 @@ def test_from_settings_gives_a_plan_that_is_proven_whatever_the_model_has_switch
     assert layers_of(plan) == {0, 1}
     assert plan.provenance["settings"] == "transformers checkpoints all layers, 2 of 2"
     assert plan.provenance["settings_findings"] == ""
-    model.activation_checkpointing_disable()
+    model.gradient_checkpointing_disable()
     model.disable_input_require_grads()
     proof = lowtide.verify(model, batch, plan, rounds=0)
     assert proof.equal and proof.measured_peak_bytes <= plan.predicted_peak_bytes

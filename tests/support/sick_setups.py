@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from support.unseen_memory import memory_of
 from torch import nn
@@ -19,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lowtide
+from lowtide.settings import checkpointing_names
+from lowtide.settings.checkpointing_names import OLD, word_in
 
 warnings.filterwarnings("ignore", message=".*use_reentrant.*|.*None of the inputs.*")
 
@@ -151,7 +154,7 @@ def shared_keys(reentrant: bool) -> Case:
         hidden_size_per_layer_input=8, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=16,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).train()
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    checkpointing_names.enable(model, {"use_reentrant": reentrant})
     return Case(model, TOKENS)
 
 
@@ -249,7 +252,7 @@ def autocast_around_backward(around: bool) -> Case:
 def llama_case(layers: int = 4, *, on: bool = True, **settings: Any) -> Case:
     model = llama(layers, **settings)
     if on:
-        model.activation_checkpointing_enable()
+        checkpointing_names.enable(model)
     return Case(model, TOKENS)
 
 
@@ -273,23 +276,30 @@ class Flagged(nn.Module):
 def swallowed(wrong: bool) -> Case:
     model = llama()
     if wrong:
-        model.activation_checkpointing_enable({"use_reentrant": False, "every_n_layers": 2})
+        checkpointing_names.enable(model, {"use_reentrant": False, "every_n_layers": 2})
     else:
-        model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
+        checkpointing_names.enable(model, {"use_reentrant": False}, every_n_layers=2)
     return Case(model, TOKENS)
 
 
 def training_arguments(**settings: Any) -> Any:
     from transformers import TrainingArguments
 
-    return TrainingArguments(output_dir="o", use_cpu=True, report_to=[], activation_checkpointing=True, **settings)
+    return TrainingArguments(
+        output_dir="o", use_cpu=True, report_to=[], **{word_in(TrainingArguments): True, **settings}
+    )
+
+
+def _options_name() -> str:
+    from transformers import TrainingArguments
+
+    return f"{word_in(TrainingArguments)}_kwargs"
 
 
 def every_third(told: bool) -> Case:
     case = Case(llama(6), TOKENS)
-    case.model.activation_checkpointing_enable(every_n_layers=3)
-    settings = {"activation_checkpointing_kwargs": {"every_n_layers": 3}} if told else {}
-    case.options["arguments"] = training_arguments(**settings)
+    checkpointing_names.enable(case.model, every_n_layers=3)
+    case.options["arguments"] = training_arguments(**({_options_name(): {"every_n_layers": 3}} if told else {}))
     return case
 
 
@@ -300,18 +310,19 @@ def generates(mended: bool) -> Case:
     options = {"use_reentrant": False} if mended else {"use_reentrant": False, "every_n_layers": 2}
     case = Case(llama(), TOKENS)
     if mended:
-        enable = case.model.activation_checkpointing_enable
-        case.model.activation_checkpointing_enable = lambda *_, **__: enable(options, every_n_layers=2)
+        name = f"{checkpointing_names.word_of(case.model)}_enable"
+        enable = getattr(case.model, name)
+        setattr(case.model, name, lambda *_, **__: enable(options, every_n_layers=2))
     settings = {"output_dir": "o", "use_cpu": True, "report_to": [], "bf16": False}
-    case.options["arguments"] = GRPOConfig(
-        **settings, activation_checkpointing=True, activation_checkpointing_kwargs=options
-    )
+    case.options["arguments"] = GRPOConfig(**settings, **{word_in(GRPOConfig): True, _options_name(): options})
     return case
 
 
 def old_name(wrong: bool) -> Case:
     case = llama_case()
     arguments = case.options["arguments"] = training_arguments()
+    if word_in(arguments) == OLD:
+        pytest.skip("transformers before 5.23 has one name")
     name = "gradient_checkpointing_kwargs" if wrong else "activation_checkpointing_kwargs"
     setattr(arguments, name, {"use_reentrant": True})  # as trl's trainers do
     if not wrong:
@@ -368,7 +379,7 @@ def last_layer_trains(hooked: bool) -> Case:
     model = llama(8)
     model.requires_grad_(False)
     model.model.layers[-1].requires_grad_(True)
-    model.activation_checkpointing_enable()
+    checkpointing_names.enable(model)
     if not hooked:
         model.disable_input_require_grads()
     return Case(model, TOKENS)
@@ -486,7 +497,7 @@ class Kernels(nn.Module):
 def quantised_preparation(unsaid: bool) -> Case:
     """What peft's ``prepare_model_for_kbit_training`` leaves behind."""
     model = llama()
-    model.activation_checkpointing_enable({} if unsaid else {"use_reentrant": False})
+    checkpointing_names.enable(model, {} if unsaid else {"use_reentrant": False})
     return Case(model, TOKENS)
 
 

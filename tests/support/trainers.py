@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from step_probe import resident_bytes
+from support import checkpointing_word
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -147,7 +148,7 @@ def train_in_rank(rank: int, folder: str, with_lowtide: bool) -> dict[str, Any]:
     )  # fmt: skip
     callback = LowtideCallback("70%") if with_lowtide else None
     model = llama(hidden_size=32, intermediate_size=96, num_hidden_layers=2)
-    run = train(model, folder, callback, gradient_accumulation_steps=2, activation_checkpointing=True)
+    run = train(model, folder, callback, gradient_accumulation_steps=2, **checkpointing_word.asking())
     wrapper = run.trainer.model_wrapped
     return {
         "wrapper": type(wrapper).__name__,

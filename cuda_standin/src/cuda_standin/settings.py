@@ -5,7 +5,7 @@
 | ``STANDIN_GPU`` | which GPU the devices say they are (h100); ``gpu_names()`` lists them |
 | ``STANDIN_MEMORY`` | MiB of each device (the GPU's own); an allocation beyond fails as a GPU's does |
 | ``STANDIN_CONTEXT`` | MiB of it that the driver's context has taken before the first tensor (0) |
-| ``STANDIN_DEVICES`` | how many devices (1) |
+| ``STANDIN_DEVICES`` | how many devices (1); 0: a CUDA build of PyTorch on a machine without a GPU |
 | ``STANDIN_VALUES`` | 0: no values at all; memory keeps what was there (1) |
 | ``STANDIN_SKIP_BYTES`` | operators and copies on more bytes get no values: steps of any size run in seconds |
 | ``STANDIN_RULES`` | what skipped operators leave, a sum of 1, 2, 4, 8 (15); see ``csrc/values/skipped.cpp`` |
@@ -75,8 +75,6 @@ def check(environment: Mapping[str, str] = os.environ) -> None:
     late = environment.get("STANDIN_LATE", "")
     if late not in LATE:
         raise StandinError(f"STANDIN_LATE={late!r}: give copies, side, default or all.")
-    if environment.get("STANDIN_DEVICES") == "0":
-        raise StandinError("STANDIN_DEVICES=0: give 1 or more, or turn the stand-in off with STANDIN_CUDA=0.")
 
 
 def is_off(environment: Mapping[str, str] = os.environ) -> bool:

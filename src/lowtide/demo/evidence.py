@@ -13,6 +13,7 @@ from torch import nn
 import lowtide
 from lowtide.demo.cases import Case
 from lowtide.reports.progress import counting
+from lowtide.settings import checkpointing_names
 from lowtide.settings.carried_out import settings_kept
 from lowtide.side_by_side import PLAIN, Row, SideBySide, Way, exact_or_least
 from lowtide.tracing.bits import same_bits
@@ -61,7 +62,7 @@ def shape_of(batch: dict[str, torch.Tensor]) -> tuple[int, ...]:
 def fully_checkpointed(model: nn.Module) -> Iterator[None]:
     """Inside, transformers checkpoints every layer."""
     with settings_kept(model):
-        model.activation_checkpointing_enable()
+        checkpointing_names.enable(model)
         yield
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from lowtide.settings.carried_out import settings_kept
+from lowtide.settings.checkpointing_names import enable
 from lowtide.settings.transformers import is_layer
 
 
@@ -19,7 +20,7 @@ def layer_flags(model: nn.Module) -> dict[str, bool]:
 def flags_set(model: Any, flags: Mapping[str, bool]) -> Iterator[None]:
     """Inside, the layers are checkpointed where ``flags`` says so."""
     with settings_kept(model):
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable(model, {"use_reentrant": False})
         for path, flag in flags.items():
             model.get_submodule(path).gradient_checkpointing = flag
         yield
@@ -30,12 +31,11 @@ def enabled_by_train(model: Any, on: bool, options: Mapping[str, Any] | None) ->
     """Inside, checkpointing is as ``Trainer.train()`` would set it (transformers 5.23 trainer.py:1503).
 
     Args:
-        on: ``activation_checkpointing`` of the arguments; False leaves the model as it is.
-        options: ``activation_checkpointing_kwargs``.
+        on, options: What the arguments ask for (``asked_in``); False leaves the model as it is.
     """
     with settings_kept(model):
         if on:
             given = dict(options or {})
             every, offload = given.pop("every_n_layers", 1), given.pop("offload", False)
-            model.activation_checkpointing_enable(given or None, every_n_layers=every, offload=offload)
+            enable(model, given or None, every_n_layers=every, offload=offload)
         yield

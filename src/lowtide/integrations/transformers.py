@@ -24,6 +24,7 @@ from lowtide.integrations import trl
 from lowtide.integrations.versions import check_version
 from lowtide.plan import Plan
 from lowtide.runtime.fitted_model import Fit
+from lowtide.settings.checkpointing_names import asked_in
 from lowtide.tracing import module_calls
 from lowtide.tracing.optimizer_state import checked_optimizer
 from lowtide.units import format_bytes, parse_budget
@@ -90,7 +91,7 @@ class LowtideCallback(TrainerCallback):
         )
         if module_calls.is_compiled(model):
             _say("torch_compile: compiled code runs as it is, and is saved whole (the model): only the rest is planned")
-        if args.world_size > 1 and args.ddp_find_unused_parameters is None and not args.activation_checkpointing:
+        if args.world_size > 1 and args.ddp_find_unused_parameters is None and not asked_in(args)[0]:
             _say(
                 "without checkpointing the Trainer has DDP look for unused parameters in every step; "
                 "ddp_find_unused_parameters=False saves that"

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lowtide.settings import checkpointing_names
+from lowtide.settings.checkpointing_names import can_enable
 from lowtide.settings.decisions import PRODUCTS, base_name
 from lowtide.settings.description import Checkpoint, Description
 
@@ -29,7 +31,7 @@ def why_not(description: Description, model: nn.Module) -> str:
 
 def carrier(description: Description, model: nn.Module) -> str:
     """Who carries them out."""
-    enables = description.enable is not None and hasattr(model, "activation_checkpointing_enable")
+    enables = description.enable is not None and can_enable(model)
     return "transformers" if enables else "torch.utils.checkpoint"
 
 
@@ -69,7 +71,7 @@ def _enabled(model: Any, enable: dict[str, Any], context: dict[str, Any]) -> Ite
     if kwargs:
         kwargs.setdefault("use_reentrant", not context)
     with settings_kept(model):
-        model.activation_checkpointing_enable(kwargs, **enable)
+        checkpointing_names.enable(model, kwargs, **enable)
         yield
 
 

@@ -13,10 +13,11 @@ from torch import nn
 
 from lowtide.settings import accelerate
 from lowtide.settings.blocks import blocks
+from lowtide.settings.checkpointing_names import NEW as _NEW
+from lowtide.settings.checkpointing_names import OLD as _OLD
 from lowtide.settings.description import Checkpoint, Description
 from lowtide.settings.given import Given, near
 
-_NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
 _OWN = ("every_n_layers", "offload")
 _TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 GROUPS = (f"{_NEW}_kwargs", f"{_OLD}_kwargs", "fsdp_config")

@@ -9,11 +9,12 @@ output head).
 from torch import nn
 
 from lowtide.settings import transformers
+from lowtide.settings.checkpointing_names import NEW as _NEW
+from lowtide.settings.checkpointing_names import OLD as _OLD
 from lowtide.settings.description import Description
 from lowtide.settings.given import Given
 
 KEYS = (*transformers.KEYS, "activation_offloading")
-_OLD, _NEW = "gradient_checkpointing", "activation_checkpointing"
 _ATTENTION = frozenset({
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",

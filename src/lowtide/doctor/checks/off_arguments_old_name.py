@@ -5,6 +5,7 @@ from typing import Any
 from lowtide.doctor.finding import Check, Finding, Gain
 from lowtide.doctor.layer_flags import enabled_by_train
 from lowtide.doctor.step_under_test import StepUnderTest
+from lowtide.settings.checkpointing_names import NEW, OLD, can_enable, word_in
 
 CHECK = Check(
     code="LT105",
@@ -14,15 +15,12 @@ CHECK = Check(
     source="transformers 5.23 training_args.py:1533, trainer.py:1507; trl 1.16 sft_trainer.py:895",
     mend="Set activation_checkpointing and activation_checkpointing_kwargs, before the arguments are made.",
 )
-_NAMES = {
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-}
+_NAMES = {OLD: NEW, f"{OLD}_kwargs": f"{NEW}_kwargs"}
 
 
 def find(setup: StepUnderTest) -> Finding | None:
     arguments = setup.arguments
-    if arguments is None or not hasattr(arguments, "activation_checkpointing_kwargs"):
+    if arguments is None or word_in(arguments) == OLD:  # there it is the only name
         return None
     for old, new in _NAMES.items():
         told, read = getattr(arguments, old, None), getattr(arguments, new)
@@ -37,8 +35,8 @@ def find(setup: StepUnderTest) -> Finding | None:
 
 def _gain(setup: StepUnderTest, told: dict[str, Any]) -> Gain:
     """Of a step as train() would set it up with the old name's value, over one with what it reads."""
-    if not hasattr(setup.model, "activation_checkpointing_enable"):
-        return Gain(why_not=f"{type(setup.model).__name__} has no activation_checkpointing_enable")
+    if not can_enable(setup.model):
+        return Gain(why_not=f"{type(setup.model).__name__} has no {NEW}_enable")
     read = {new: getattr(setup.arguments, new) for new in _NAMES.values()}
     return setup.gain(
         lambda: enabled_by_train(setup.model, *(read | told).values()),

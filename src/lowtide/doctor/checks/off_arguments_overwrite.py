@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.layer_flags import enabled_by_train, layer_flags
 from lowtide.doctor.step_under_test import StepUnderTest
+from lowtide.settings.checkpointing_names import asked_in, word_in
 
 CHECK = Check(
     code="LT104",
@@ -18,11 +19,12 @@ CHECK = Check(
 
 def find(setup: StepUnderTest) -> Finding | None:
     arguments = setup.arguments
-    if arguments is None or not getattr(arguments, "activation_checkpointing", False):
+    asked, options = asked_in(arguments)
+    if not asked:
         return None
-    layers, options = layer_flags(setup.model), arguments.activation_checkpointing_kwargs
+    layers = layer_flags(setup.model)
     on = sum(layers.values())
-    every = (options or {}).get("every_n_layers", 1)
+    every = options.get("every_n_layers", 1)
     after = len(range(0, len(layers), every))
     if not 0 < on < len(layers) or on == after:
         return None
@@ -30,5 +32,5 @@ def find(setup: StepUnderTest) -> Finding | None:
     return CHECK.found(
         f"{on} of {len(layers)} layers are checkpointed now; with these arguments train() makes it {after}",
         gain=setup.gain(nullcontext, lambda: enabled_by_train(setup.model, True, options)),
-        fix=f"TrainingArguments(..., activation_checkpointing_kwargs={{'every_n_layers': {wanted}}})",
+        fix=f"TrainingArguments(..., {word_in(arguments)}_kwargs={{'every_n_layers': {wanted}}})",
     )

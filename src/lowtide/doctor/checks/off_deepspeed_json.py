@@ -5,6 +5,7 @@ from lowtide.doctor.layer_flags import enabled_by_train
 from lowtide.doctor.step_under_test import StepUnderTest
 from lowtide.settings.blocks import blocks
 from lowtide.settings.carried_out import checkpointed_modules
+from lowtide.settings.checkpointing_names import can_enable
 
 CHECK = Check(
     code="LT109",
@@ -38,7 +39,7 @@ def _gain(setup: StepUnderTest) -> Gain | str:
     model = setup.model
     if setup.calls:
         return "none: the layers are checkpointed by torch already"
-    if hasattr(model, "activation_checkpointing_enable"):
+    if can_enable(model):
         return setup.gain(lambda: enabled_by_train(model, True, None))
     layers = [model.get_submodule(path) for path in blocks(model) if setup.seen.called[path]]
     if not layers:

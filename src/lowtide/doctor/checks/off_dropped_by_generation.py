@@ -8,6 +8,7 @@ import torch
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.layer_flags import enabled_by_train, flags_set, layer_flags
 from lowtide.doctor.step_under_test import StepUnderTest
+from lowtide.settings.checkpointing_names import asked_in, can_enable, word_of
 
 CHECK = Check(
     code="LT110",
@@ -25,10 +26,10 @@ def find(setup: StepUnderTest) -> Finding | None:
     arguments, model = setup.arguments, cast(Any, setup.model)
     if not any(c.__name__ in _CONFIGS and c.__module__.startswith("trl.") for c in type(arguments).__mro__):
         return None
-    if not arguments.activation_checkpointing or not hasattr(model, "activation_checkpointing_enable"):
+    asked, options = asked_in(arguments)
+    if not asked or not can_enable(model):
         return None
     utils = importlib.import_module("trl.models.utils")
-    options = dict(arguments.activation_checkpointing_kwargs or {})
     with enabled_by_train(model, True, options):
         started = layer_flags(model)
         with torch.no_grad(), utils.disable_gradient_checkpointing(model, arguments.gradient_checkpointing_kwargs):
@@ -43,6 +44,6 @@ def find(setup: StepUnderTest) -> Finding | None:
         f"train() makes {sum(started.values())} of {len(after)} layers checkpointed; after TRL's own off and on it is "
         f"{sum(after.values())}",
         gain=setup.gain(lambda: flags_set(model, started), lambda: flags_set(model, after)),
-        fix="enable = model.activation_checkpointing_enable\n"
-        f"model.activation_checkpointing_enable = lambda *_, **__: enable({keep!r}, every_n_layers={every})",
+        fix=f"enable = model.{word_of(model)}_enable\n"
+        f"model.{word_of(model)}_enable = lambda *_, **__: enable({keep!r}, every_n_layers={every})",
     )

@@ -10,6 +10,7 @@ from lowtide.doctor import checkpoint_seam
 from lowtide.doctor.finding import Check, Finding, Gain
 from lowtide.doctor.step_listener import CheckpointCall
 from lowtide.doctor.step_under_test import StepUnderTest
+from lowtide.settings.checkpointing_names import word_of
 
 CHECK = Check(
     code="LT103",
@@ -36,7 +37,7 @@ def find(setup: StepUnderTest) -> Finding | None:
                 f"{told} went into the options of torch.utils.checkpoint, which does not know it; {len(layers)} calls "
                 "are checkpointed all the same",
                 gain=_gain(setup, layers, unknown.get("every_n_layers")),
-                fix=f"model.activation_checkpointing_enable({known!r}, {told})",
+                fix=f"model.{word_of(setup.model)}_enable({known!r}, {told})",
             )
     return None
 

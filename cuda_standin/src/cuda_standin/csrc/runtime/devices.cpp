@@ -66,7 +66,7 @@ using namespace standin;
 extern "C" {
 cudaError_t cudaGetDeviceCount(int* n) {
   *n = state().devices;
-  return cudaSuccess;
+  return *n ? cudaSuccess : fail(cudaErrorNoDevice);
 }
 cudaError_t cudaGetDevice(int* d) {
   *d = current_device;
@@ -192,7 +192,7 @@ const char* cudaGetErrorString(cudaError_t e) {
 }
 
 // ---- the driver ----
-CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+CUresult cuInit(unsigned) { return state().devices ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE; }
 CUresult cuDriverGetVersion(int* version) {
   *version = CUDA_VERSION;
   return CUDA_SUCCESS;

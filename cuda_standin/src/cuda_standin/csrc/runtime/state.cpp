@@ -34,7 +34,7 @@ State::State() {
   capacity.assign(devices, number("STANDIN_MEMORY", gpu.memory_mib) << 20);
   used.assign(devices, number("STANDIN_CONTEXT", 0) << 20);
   peak = used;
-  null_streams.resize(devices);
+  null_streams.resize(devices ? devices : 1);  // what no device serves still asks for its stream
   for (int d = 0; d < devices; d++) null_streams[d].device = d;
 }
 State& state() {
