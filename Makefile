@@ -3,9 +3,10 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 ENVIRONMENT := sh tools/environment.sh
+OTHER_TORCH := tests/test_pytorch_internals.py tests/tracing tests/tape tests/doctor/test_checks.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slowest test-accelerator test-cuda test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps steps compiled claims advice foresight zoo figures clean
+.PHONY: help demo test test-all test-slowest test-accelerator test-cuda test-other-torch test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps steps compiled claims advice foresight zoo figures clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +29,9 @@ test-accelerator: .venv/.ready  ## run the tests that use the tests' own acceler
 
 test-cuda: | sound  ## run the tests of CUDA on PyTorch's CUDA build, without a GPU; 1.4 GB; needs g++
 	@sh tools/test_cuda.sh $(PYTHON) -m "not slow" cuda_standin/tests tests/cuda
+
+test-other-torch: | sound  ## run the tests of what rests on PyTorch's own parts, on another PyTorch than .venv's
+	@STANDIN_DEVICES=0 sh tools/test_cuda.sh $(PYTHON) --quick $(OTHER_TORCH)
 
 test-triton: .venv/.ready  ## run the tests with Triton's interpreter; needs triton==3.9.0
 	TRITON_INTERPRET=1 $(BIN)/pytest -q -n 0 -rs tests/tape/test_triton_kernels.py

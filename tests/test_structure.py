@@ -14,9 +14,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 # docs/design/index.md says what the order means. A new top-level module gets its place here, in the same commit.
 STAGES = (
     "errors", "units", "options", "gc_control", "cache_files", "explanation", "graph", "plan", "simulation", "solvers",
-    "models", "scratch_file", "device", "measurement", "estimation", "hollow", "tracing", "tape", "side_by_side",
-    "verifier", "rank_consensus", "long_sequences", "reports", "runtime", "compiled", "argument_checks", "settings",
-    "inference", "doctor",
+    "models", "scratch_file", "pytorch_internals", "device", "measurement", "estimation", "hollow", "tracing", "tape",
+    "side_by_side", "verifier", "rank_consensus", "long_sequences", "reports", "runtime", "compiled", "argument_checks",
+    "settings", "inference", "doctor",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
 ANYTHING = ("__init__", "api", "cli", "scripts", "demo", "integrations", "foresight", "pretending", "commands")

@@ -28,6 +28,10 @@ def __getattr__(name: str) -> Any:
     try:
         found = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
         return found
+    except ImportError as error:
+        if (error.name or "").startswith("torch."):
+            raise importlib.import_module("lowtide.pytorch_internals").explained(error) from error
+        raise
     finally:
         random.setstate(state)
 

@@ -75,6 +75,11 @@ class DeviceError(LowtideError):
     """A device that is not on this machine, or that lacks what was asked of it; the message names it."""
 
 
+class UnsupportedPyTorchError(LowtideError, ImportError):
+    """The installed PyTorch lacks a part of its own that lowtide needs; the message names it and the versions that have
+    it."""
+
+
 class MissingPackageError(LowtideError, ImportError):
     """An optional package that was asked for is not installed; the message says how to get it."""
 

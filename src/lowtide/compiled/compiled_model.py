@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,6 +18,7 @@ from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, is_layer
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import CompiledPlan, StepPlanner
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
+from lowtide.pytorch_internals import COMPILED, is_unchecked, why_unchecked
 from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
 from lowtide.tracing import backward_entry
 from lowtide.tracing.batches import Call, batch_tensors
@@ -65,7 +67,7 @@ class CompiledModel(nn.Module):
 
     Attributes:
         plan: Of the shapes that were planned last; None before the first step has ended.
-        reason: Why the last step without a plan has led to none; "" where it has.
+        reason: Why the last step without a plan has led to none, or no step gets one; "" where it has.
     """
 
     def __init__(
@@ -93,15 +95,16 @@ class CompiledModel(nn.Module):
         self._last_calls: dict[str, int] = {}  # number of the last call, by input shapes
         self._softmaxes = SoftmaxGradients(is_layer_node)
         self._held_bytes: dict[str, int] = {}  # by input shapes: gradients not written over when the step was watched
-        self._forget = backward_entry.observe(self._softmaxes)
-        self.reason = ""
+        self._is_unchecked, self.reason = is_unchecked(COMPILED), why_unchecked(COMPILED)
+        self._forget = (lambda: None) if self._is_unchecked else backward_entry.observe(self._softmaxes)
         kinds: dict[type, LayerKind] = {}
         self._calls: dict[str, LayerCall] = {}
         modules = dict(model.named_modules())
         for name in names:
             module = modules[name]
             kind = kinds.setdefault(type(module), LayerKind(session, whole=name == "", round_as_eager=round_as_eager))
-            self._calls[name] = module._compiled_call_impl = LayerCall(name, module, kind, session)
+            backend = "inductor" if self._is_unchecked else kind
+            self._calls[name] = module._compiled_call_impl = LayerCall(name, module, backend, session)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -171,6 +174,9 @@ class CompiledModel(nn.Module):
         session: Session = self._session
         if not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
+        if self._is_unchecked:
+            with _many_shapes():
+                return self._model(*args, **kwargs)
         self._plan_watched()
         self._find_held_gradients()
         shapes = _shapes_of(args, kwargs, self._model)
@@ -178,9 +184,7 @@ class CompiledModel(nn.Module):
         self._last_calls[shapes] = self._num_calls
         plan = self._plans.get(shapes)
         session.not_as_planned, session.training = "", session.training or bool(self._plans)
-        with torch._dynamo.config.patch(
-            recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=4 * _RECOMPILE_LIMIT
-        ):
+        with _many_shapes():
             if plan is None and shapes not in self._unplanned:
                 outputs = self._watched(shapes, args, kwargs)
             else:
@@ -319,6 +323,13 @@ class CompiledModel(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> CompiledModel:
         self._model._apply(*args, **kwargs)
         return self
+
+
+def _many_shapes() -> AbstractContextManager[Any]:
+    """Inside, Dynamo compiles one code object for many layers and shapes."""
+    return torch._dynamo.config.patch(  # type: ignore[no-any-return]
+        recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=4 * _RECOMPILE_LIMIT
+    )
 
 
 def _compiled_anew(model: nn.Module, budget: int | float | None, options: dict[str, Any]) -> CompiledModel:

@@ -126,10 +126,11 @@ class LayerKind:
 class LayerCall:
     """Calls one compiled layer, and reports its start and end to the watch of the step."""
 
-    def __init__(self, name: str, module: nn.Module, kind: LayerKind, session: Session) -> None:
+    def __init__(self, name: str, module: nn.Module, backend: LayerKind | str, session: Session) -> None:
         self._name, self._session = name, session
         self._call_impl = module._call_impl
-        self._run = torch.compile(module._call_impl, backend=kind, fullgraph=True, dynamic=False)
+        planned = isinstance(backend, LayerKind)  # PyTorch's own backend takes parts of a layer as well
+        self._run = torch.compile(module._call_impl, backend=backend, fullgraph=planned, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

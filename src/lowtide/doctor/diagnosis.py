@@ -8,6 +8,7 @@ from torch import nn
 from lowtide.doctor.finding import FAILING, SEVERITIES, Finding, wrapped
 from lowtide.doctor.registry import Registered, all_checks
 from lowtide.doctor.step_under_test import StepUnderTest, checked
+from lowtide.pytorch_internals import DIAGNOSIS, is_unchecked, why_unchecked
 from lowtide.tracing.tracer import Step
 
 
@@ -83,6 +84,8 @@ def diagnose(
         0
     """
     looking = checks_named(only, skip)
+    if is_unchecked(DIAGNOSIS):
+        return Diagnosis([], [why_unchecked(DIAGNOSIS)], [])
     checked(model, batch, step)
     setup = StepUnderTest(model, batch, step, arguments=arguments, optimizer=optimizer)
     setup = setup.fitting()

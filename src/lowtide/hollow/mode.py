@@ -19,6 +19,7 @@ from lowtide.device.dispatch import UncompiledMode, is_wrapper_type, tensors_in
 from lowtide.hollow.memory import DRAWN, UNKNOWN, hollow, is_hollow, is_on_host, mark_on_host, mark_origin, origin_of
 from lowtide.hollow.output_specs import DependsOnValues, OutputSpec, OutputSpecs, TensorSpec, spec_of
 from lowtide.measurement.op_inputs import span
+from lowtide.pytorch_internals import FORECASTS, is_unchecked
 
 aten = torch.ops.aten
 SOLID_BYTES = 1 << 22  # floats up to here are computed where all inputs are solid
@@ -55,6 +56,7 @@ class HollowMode(UncompiledMode):
 
     def __init__(self, device: str = "cpu", *, solid_bytes: int = SOLID_BYTES) -> None:
         super().__init__()
+        is_unchecked(FORECASTS)  # says so
         self.specs = OutputSpecs(device)
         self.assumed: dict[str, tuple[int, str]] = {}
         self.where: Callable[[], str | None] = lambda: None

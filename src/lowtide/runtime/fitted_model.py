@@ -14,6 +14,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.options import FitOptions
 from lowtide.plan import Plan
+from lowtide.pytorch_internals import STEPS, why_unchecked
 from lowtide.rank_consensus import group_of
 from lowtide.reports.notebook import plan_html
 from lowtide.reports.summary import TrainingCounts
@@ -63,6 +64,8 @@ class Fit:
         self._first: PlannedStep | None = None
         self._verification: Verification | None = None
         self._reasons = Notices()
+        if unchecked := why_unchecked(STEPS):
+            self._reasons.note(unchecked)  # the log has it already
         if values_off.are_off:
             self._reasons.say(values_off.REASON)
         tiers = SharedTiers(facts.device.type, options.offload, capacities, self._reasons.say)

@@ -23,6 +23,7 @@ from lowtide.device.generators import GeneratorStates
 from lowtide.device.names import autocast_types
 from lowtide.device.numeric_flags import numeric_flags
 from lowtide.graph.function_ops import ELSEWHERE, PREFIX
+from lowtide.pytorch_internals import STEPS, is_unchecked
 from lowtide.tracing.bits import same_bits
 from lowtide.tracing.kinds_of_calls import Kind, is_immutable, layout_of, values_of
 from lowtide.tracing.operators import fingerprint, storage_of, tensors_in
@@ -240,7 +241,12 @@ set_code_exec_strategy(_apply.__code__, _FrameExecStrategy(_FrameAction.SKIP, _F
 
 
 def install(thread_state: Any) -> Callable[[], None]:
-    """Let the observer of ``thread_state`` see the calls of Functions; returns the undo."""
+    """Let the observer of ``thread_state`` see the calls of Functions; returns the undo.
+
+    Under a version of PyTorch that nobody has checked they are not seen, and what they make is saved.
+    """
+    if is_unchecked(STEPS):
+        return lambda: None
     global _installed, _thread_state
     if not _installed:
         _thread_state = thread_state

@@ -1,0 +1,150 @@
+"""What lowtide patches and reads of PyTorch that PyTorch does not promise, and the versions it was checked on.
+
+A feature that patches them says so once, in one line, under a version that nobody has checked, and does without.
+``tests/test_pytorch_internals.py`` reads the sources: a private name that is not listed here fails, and so does one
+that is listed and not used, or that the installed PyTorch does not have.
+
+To take on a version: run the whole suite on it (CONTRIBUTING.md), mend what fails, and add it to ``CHECKED``.
+"""
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+from lowtide.errors import UnsupportedPyTorchError
+
+logger = logging.getLogger("lowtide")
+
+CHECKED = ("2.13", "2.14", "2.15")
+VERSION: str = torch.__version__
+
+
+class Feature(NamedTuple):
+    """What users call, and what of PyTorch's own parts it rests on.
+
+    Attributes:
+        without: What is done under a version that was not checked, as a sentence.
+        patched: Replaced while the feature is in use.
+        read: Called or read. A name stands for all that lies in it.
+        checked: Major and minor number of the versions it was checked on.
+    """
+
+    name: str
+    without: str
+    patched: tuple[str, ...]
+    read: tuple[str, ...]
+    checked: tuple[str, ...] = CHECKED
+
+
+STEPS = Feature(
+    "lowtide.fit",
+    "What custom autograd Functions make is saved; all else is planned, and Fit.verify() compares such a step with the "
+    "plain one bit by bit",
+    patched=(
+        "torch.autograd._engine_run_backward", "torch.autograd.graph._engine_run_backward",  # every backward, outermost
+        "torch.autograd.function._SingleLevelFunction.apply",  # up to 2.13: every call of a custom Function
+        "torch.autograd.Function.apply",  # from 2.14 on, where the other is C
+    ),
+    read=(
+        # The step: which backward runs, what autograd stores, on which thread.
+        "torch._C._current_graph_task_id", "torch._C._current_autograd_node",
+        "torch._C._autograd._get_current_graph_task_keep_graph", "torch._C._autograd._get_sequence_nr",
+        "torch._C._autograd._top_saved_tensors_default_hooks", "torch._C._autograd._push_saved_tensors_default_hooks",
+        "torch._C._autograd._pop_saved_tensors_default_hooks", "torch._C._autograd._saved_tensors_hooks_is_enabled",
+        "torch.autograd.Variable._execution_engine", "torch._C._stash_obj_in_tls", "torch._C._get_obj_in_tls",
+        "torch._C._is_key_in_tls", "torch.autograd.function._SingleLevelFunction",
+        # The dispatcher: the mode that sees ops, what lies around it, and calls that it must not see.
+        "torch.utils._python_dispatch", "torch.utils._pytree", "torch._C._len_torch_dispatch_stack",
+        "torch._C._get_dispatch_stack_at", "torch._C._push_on_torch_dispatch_stack",
+        "torch._C._pop_torch_dispatch_stack", "torch._C._get_dispatch_mode", "torch._C._TorchDispatchModeKey",
+        "torch._C._DisableTorchDispatch", "torch._C._disabled_torch_dispatch_impl", "torch._C.DispatchKey",
+        "torch._C._dispatch_tls_is_dispatch_key_excluded", "torch._C._dispatch_tls_set_dispatch_key_excluded",
+        "torch._C._dispatch_tls_local_include_set", "torch._C._dispatch_tls_local_exclude_set",
+        "torch._C._ForceDispatchKeyGuard", "torch._C._AutoDispatchBelowADInplaceOrView", "torch._C._functorch",
+        "torch._C._are_functorch_transforms_active", "torch._ops", "torch._subclasses.fake_tensor",
+        # Replays: the state that an op ran under, and memory that nobody else holds.
+        "torch._C._DisableAutocast", "torch._C._is_any_autocast_enabled", "torch._C._get_cudnn_allow_tf32",
+        "torch._C._get_cudnn_benchmark", "torch._C._get_cudnn_deterministic", "torch._C._get_deterministic_algorithms",
+        "torch._C._get_deterministic_algorithms_warn_only", "torch._C._get_float32_matmul_precision",
+        "torch._C._storage_Use_Count", "torch._C._autograd._unsafe_set_version_counter", "torch._conj",
+        "torch._neg_view", "torch.autograd.grad_mode._unsafe_preserve_version_counter", "torch.ops.aten._unsafe_view",
+        # Code that Dynamo must leave alone.
+        "torch._C._dynamo.eval_frame",
+        # What the CPU's allocator hands out.
+        "torch._C._autograd._ProfilerDisableOptions", "torch._C._autograd._disable_profiler_legacy",
+        "torch._C._autograd._enable_profiler_legacy", "torch._C._autograd._profiler_enabled", "torch._C._profiler",
+        # DDP.
+        "torch.nn.parallel.DistributedDataParallel._active_ddp_module",
+    ),
+)  # fmt: skip
+COMPILED = Feature(
+    "lowtide.compile",
+    "Its layers are compiled as torch.compile does, without a plan: no budget is kept",
+    patched=(
+        "torch._inductor.config.custom_partitioner_fn", "torch._functorch.partitioners.choose_saved_values_set",
+        "torch._inductor.async_compile.AsyncCompile.cpp_pybinding",
+    ),
+    read=(
+        "torch._functorch.partitioners", "torch._functorch.config", "torch._guards", "torch._inductor", "torch._dynamo",
+    ),
+)  # fmt: skip
+DIAGNOSIS = Feature(
+    "lowtide.diagnose",
+    "Nothing is looked at",
+    patched=(
+        "torch.utils.checkpoint.CheckpointFunction",
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",  # up to 2.13
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",  # from 2.14 on
+    ),
+    read=(
+        "torch.utils.checkpoint._CachingTorchDispatchMode", "torch.utils.checkpoint._checkpoint_debug_enabled",
+        "torch._functorch.config",
+    ),
+)  # fmt: skip
+FORECASTS = Feature(
+    "lowtide plan without a device",
+    "Kernels and their workspaces are those of the last version that was",
+    patched=("torch.autograd._engine_run_backward", "torch.amp.autocast_mode.autocast.__init__"),
+    read=(
+        "torch._C._construct_storage_from_data_pointer", "torch._C._ExcludeDispatchKeyGuard", "torch._C.DispatchKeySet",
+        "torch.testing._internal.distributed.fake_pg", "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+    ),
+)  # fmt: skip
+FEATURES = (STEPS, COMPILED, DIAGNOSIS, FORECASTS)
+# Names that not every version in ``CHECKED`` has.
+NOT_IN_ALL = frozenset({
+    "torch.autograd.function._SingleLevelFunction.apply",
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
+})  # fmt: skip
+
+_said: set[tuple[str, str]] = set()  # feature and version
+
+
+def why_unchecked(feature: Feature) -> str:
+    """One line about the installed version, "" where ``feature`` was checked on it."""
+    if ".".join(VERSION.split("+")[0].split(".")[:2]) in feature.checked:
+        return ""
+    return f"PyTorch {VERSION} was not checked with {feature.name} ({_told(feature.checked)} were). {feature.without}."
+
+
+def is_unchecked(feature: Feature) -> bool:
+    """Whether ``feature`` has to be done without; the first time, the log says why."""
+    line = why_unchecked(feature)
+    if line and (feature.name, VERSION) not in _said:
+        _said.add((feature.name, VERSION))
+        logger.warning("lowtide: %s", line)
+    return bool(line)
+
+
+def explained(error: ImportError) -> UnsupportedPyTorchError:
+    """Of a part of PyTorch that could not be imported."""
+    return UnsupportedPyTorchError(
+        f"PyTorch {VERSION} lacks a part of its own that lowtide needs: {error}.\n"
+        f"Install one that has it: {_told(CHECKED)} do."
+    )
+
+
+def _told(versions: tuple[str, ...]) -> str:
+    return f"{', '.join(versions[:-1])} and {versions[-1]}"
