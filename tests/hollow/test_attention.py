@@ -40,7 +40,7 @@ def test_the_choice_is_pytorchs_in_all_combinations(place):
 def test_the_table_has_the_releases_and_devices_that_differ():
     releases, capabilities = ({key.split(", ")[i] for key in KNOWN} for i in (0, 1))
 
-    assert {r.rpartition(".")[0] for r in releases} >= {"torch 2.13", "torch 2.14"}
+    assert {r.rpartition(".")[0] for r in releases} >= {"torch 2.13", "torch 2.14", "torch 2.15"}
     assert len(capabilities) >= 3
     assert all(len(digits) == len(list(cases())) for digits in KNOWN.values())
     assert len(set(KNOWN.values())) >= 4  # each release and each kind of device has choices of its own

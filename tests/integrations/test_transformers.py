@@ -86,7 +86,7 @@ def test_padded_batches_and_evaluations(tmp_path):
     plain = train(small(), tmp_path, **settings)
     callback = LowtideCallback(plain.budget(0.6))
 
-    ours = train(small(), tmp_path, callback, **settings)
+    ours = train(small(), tmp_path, callback, wait_every_step=True, **settings)
 
     assert ours.same_as(plain)
     assert len(ours.losses) == 6 + 4

@@ -69,15 +69,18 @@ class Run:
 
 
 class WaitForPlan(TrainerCallback):
-    """After the first step of a run, until its plan is there: else short runs end before."""
+    """After the first step of a run, until its plan is there: else short runs end before.
 
-    def __init__(self, of: LowtideCallback) -> None:
-        self.of = of
+    ``every_step``: after each, where a later shape's plan is what counts.
+    """
+
+    def __init__(self, of: LowtideCallback, *, every_step: bool = False) -> None:
+        self.of, self.every_step = of, every_step
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         fit = self.of.fit
         assert fit is not None
-        if not fit.plans:
+        if self.every_step or not fit.plans:
             fit.wait(120)
 
 
@@ -110,6 +113,7 @@ def train(
     kind: type[Trainer] = Trainer,
     data: Any = None,
     resume: bool = False,
+    wait_every_step: bool = False,
     **settings: Any,
 ) -> Run:
     """Train for a few steps; settings of the Trainer itself (``compute_loss_func``, ...) are told from arguments."""
@@ -119,7 +123,7 @@ def train(
             own[name] = settings.pop(name)
     args = TrainingArguments(**arguments(folder, **settings))
     own.setdefault("data_collator", padded)
-    callbacks = [] if callback is None else [callback, WaitForPlan(callback)]
+    callbacks = [] if callback is None else [callback, WaitForPlan(callback, every_step=wait_every_step)]
     run.trainer = probed(kind, run)(model, args, train_dataset=data or sentences(), callbacks=callbacks, **own)
     run.trainer.train(resume_from_checkpoint=resume)
     run.losses += [entry["eval_loss"] for entry in run.trainer.state.log_history if "eval_loss" in entry]

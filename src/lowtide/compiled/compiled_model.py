@@ -327,7 +327,7 @@ class CompiledModel(nn.Module):
 
 def _many_shapes() -> AbstractContextManager[Any]:
     """Inside, Dynamo compiles one code object for many layers and shapes."""
-    return torch._dynamo.config.patch(  # type: ignore[no-any-return]
+    return torch._dynamo.config.patch(
         recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=4 * _RECOMPILE_LIMIT
     )
 

@@ -1,6 +1,6 @@
 """``scaled_dot_product_attention`` as a CUDA device runs it: which kernel, and what it is given.
 
-The choice follows ``ATen/native/transformers/cuda/sdp_utils.cpp`` of PyTorch 2.13 and 2.14. The tests compare it with
+The choice follows ``ATen/native/transformers/cuda/sdp_utils.cpp`` of PyTorch 2.13 to 2.15. The tests compare it with
 PyTorch's own over all combinations (``benchmarks/results/attention_choices.json``).
 
 Known weakness: on compute capability 9.0 and 10.0 PyTorch may prefer cuDNN's attention, where cuDNN is newer than 9.15.
