@@ -162,6 +162,7 @@ CUDA_ALONE = {
     "device.out_of_memory": ("cuBLAS and cuDNN",),  # whose errors have no class of their own
     "device.kept_workspaces": ("cuBLAS keeps a workspace",),
     "device.numeric_flags": ("cuDNN's", "cudnn"),
+    "pytorch_internals": ("_get_cudnn_",),  # of the flags that decide bits
     "device.vendor_kernels": ("cudnn", "miopen"),
     "device.pinning": ('accelerator_type() == "cuda"', "torch.cuda.cudart()", 'torch.ones(1, device="cuda")'),
 }
