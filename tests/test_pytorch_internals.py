@@ -209,13 +209,20 @@ def test_every_feature_says_what_was_checked_and_what_is_done_without_it(feature
     assert feature.without and not feature.without.endswith(".")
 
 
-def test_a_part_that_pytorch_lacks_is_named_with_the_versions_that_have_it():
-    source = "import torch\ndel torch._C._storage_Use_Count\nimport lowtide\nlowtide.fit"
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("_storage_Use_Count", f"cannot import name '_storage_Use_Count' from 'torch._C' ({torch._C.__file__})"),
+        ("_TorchDispatchModeKey", "module 'torch._C' has no attribute '_TorchDispatchModeKey'"),
+    ],
+)
+def test_a_part_that_pytorch_lacks_is_named_with_the_versions_that_have_it(name, error):
+    source = f"import torch\ndel torch._C.{name}\nimport lowtide\nlowtide.fit"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
 
     assert done.stderr.splitlines()[-2:] == [
         f"lowtide.errors.UnsupportedPyTorchError: PyTorch {torch.__version__} lacks a part of its own that lowtide "
-        f"needs: cannot import name '_storage_Use_Count' from 'torch._C' ({torch._C.__file__}).",
+        f"needs: {error}.",
         "Install one that has it: 2.13, 2.14 and 2.15 do.",
     ]
 

@@ -28,8 +28,9 @@ def __getattr__(name: str) -> Any:
     try:
         found = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
         return found
-    except ImportError as error:
-        if (error.name or "").startswith("torch."):
+    except (ImportError, AttributeError) as error:
+        lacking = error.name if isinstance(error, ImportError) else getattr(error.obj, "__name__", "")
+        if (lacking or "").startswith("torch."):
             raise importlib.import_module("lowtide.pytorch_internals").explained(error) from error
         raise
     finally:

@@ -138,8 +138,8 @@ def is_unchecked(feature: Feature) -> bool:
     return bool(line)
 
 
-def explained(error: ImportError) -> UnsupportedPyTorchError:
-    """Of a part of PyTorch that could not be imported."""
+def explained(error: Exception) -> UnsupportedPyTorchError:
+    """Of a part of PyTorch that was not there when lowtide was imported."""
     return UnsupportedPyTorchError(
         f"PyTorch {VERSION} lacks a part of its own that lowtide needs: {error}.\n"
         f"Install one that has it: {_told(CHECKED)} do."
