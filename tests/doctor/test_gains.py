@@ -118,8 +118,7 @@ def test_settings_that_the_trainer_overwrites_cost_the_layers_that_were_to_be_pl
 
 @pytest.mark.usefixtures("_works_time")
 def test_settings_under_the_old_name_cost_what_they_would_have_changed():
-    case = setups.llama_case()
-    case.options["arguments"] = setups.training_arguments()
+    case = setups.old_name(True)
     case.options["arguments"].gradient_checkpointing_kwargs = {"every_n_layers": 2}
 
     (found,) = diagnosed(case, "LT105")
