@@ -12,6 +12,7 @@ A recipe that reads a gathered parameter can run only while that parameter is wh
   made of. A replay, or an unpack, at the wrong moment is then a named error (``observer``).
 """
 
+import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,10 @@ import torch
 from torch import nn
 
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+# What a parameter has accumulated and not reduced; from PyTorch 2.15 on that is the gathered parameter's ``grad``.
+_ACCUMULATED = "unsharded_accumulated_grad"
+# What a unit has not reduced, and what it is when there is nothing; the last two from PyTorch 2.15 on.
+_PENDING = {"_partial_reduce_output": None, "_partial_reduce_output_layout": {}, "_post_backward_pending": False}
 
 
 def states_of(model: nn.Module) -> list[tuple[str, Any]]:
@@ -75,13 +80,13 @@ def is_gathered_once(model: nn.Module) -> bool:
 def preserve_fsdp_state(model: nn.Module) -> Iterator[None]:
     """Inside, a step may run or fail; afterwards FSDP waits for the next one, with the gradients it had not reduced."""
     units = units_of(model)
-    params = [p for unit in units for p in unit.fsdp_params]
-    pending = [(p, p._unsharded_param.grad, p.unsharded_accumulated_grad) for p in params if was_gathered(p)]
-    partial = [(unit, unit._partial_reduce_output) for unit in units]
-    for p, _, _ in pending:
-        p._unsharded_param.grad = p.unsharded_accumulated_grad = None
-    for unit in units:
-        unit._partial_reduce_output = None
+    params = [p for unit in units for p in unit.fsdp_params if was_gathered(p)]
+    pending = [(p._unsharded_param, "grad", None) for p in params]
+    pending += [(p, _ACCUMULATED, None) for p in params if _ACCUMULATED in vars(p)]
+    pending += [(unit, name, empty) for unit in units for name, empty in _PENDING.items() if name in vars(unit)]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in pending]
+    for owner, name, empty in pending:
+        setattr(owner, name, copy.copy(empty))
     try:
         yield
     except BaseException:
@@ -90,10 +95,8 @@ def preserve_fsdp_state(model: nn.Module) -> Iterator[None]:
                 state._reset_iter_state()
         raise
     finally:
-        for p, grad, accumulated in pending:
-            p._unsharded_param.grad, p.unsharded_accumulated_grad = grad, accumulated
-        for unit, output in partial:
-            unit._partial_reduce_output = output
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def was_gathered(param: Any) -> bool:
