@@ -3,6 +3,7 @@
 import ast
 import logging
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,47 @@ def test_every_part_that_is_read_is_used():
     used = {name for names in USED.values() for name in names}
     read = {name for feature in FEATURES for name in feature.read}
     assert [n for n in sorted(read) if not any(u == n or u.startswith(f"{n}.") for u in used)] == []
+
+
+# Of other libraries' objects, by the library; and words that only look like one.
+OF_OTHERS = {
+    "_attn_implementation", "_from_config", "_loss_function", "_model_mapping", "_require_grads_hooks",
+    "_prepare_inputs", "_metrics", "_resolve_parallel_plans", "_gradient_checkpointing_func", "_supports_sdpa",
+    "_class_name",  # transformers and diffusers
+    "_param_dict", "_shared_state",  # DeepSpeed, Accelerate
+    "_bit_generator", "_rand", "_exit", "_getframe", "_replace",  # NumPy, Python
+}  # fmt: skip
+
+
+def attributes_of_others(trees: list[ast.Module]) -> set[str]:
+    """Private attributes that the sources read or set, and that nothing in them defines."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {
+        node.attr for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }  # fmt: skip
+    return {name for name in used - own if name.startswith("_") and not name.startswith(("__", "_lowtide"))}
+
+
+def test_every_private_attribute_of_pytorchs_objects_is_listed():
+    trees = [ast.parse((SOURCE / path).read_text()) for path in USED]
+    dotted = {part for name in LISTED | {n for names in USED.values() for n in names} for part in name.split(".")}
+    listed = {name for feature in FEATURES for name in feature.attributes}
+
+    found = attributes_of_others(trees) - dotted - OF_OTHERS
+    operators = {name for name in found if hasattr(torch.ops.aten, name)}
+
+    assert sorted(found - operators - listed) == []
+    assert attributes_of_others([ast.parse("x._y; self._z = x._z")]) == {"_y"}
+
+
+def test_every_attribute_that_is_listed_is_named_in_the_sources():
+    text = "".join((SOURCE / path).read_text() for path in USED)
+    listed = {name for feature in FEATURES for name in feature.attributes}
+    assert [name for name in sorted(listed) if not re.search(rf"\b{name}\b", text)] == []
 
 
 def is_there(name: str) -> bool:

@@ -27,6 +27,7 @@ class Feature(NamedTuple):
         without: What is done under a version that was not checked, as a sentence.
         patched: Replaced while the feature is in use.
         read: Called or read. A name stands for all that lies in it.
+        attributes: Read or set, of PyTorch's objects.
         checked: Major and minor number of the versions it was checked on.
     """
 
@@ -34,6 +35,7 @@ class Feature(NamedTuple):
     without: str
     patched: tuple[str, ...]
     read: tuple[str, ...]
+    attributes: tuple[str, ...] = ()
     checked: tuple[str, ...] = CHECKED
 
 
@@ -77,6 +79,16 @@ STEPS = Feature(
         # DDP.
         "torch.nn.parallel.DistributedDataParallel._active_ddp_module",
     ),
+    attributes=(
+        "_compiled_call_impl", "_call_impl", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",  # of modules
+        "_backward_cls", "_materialize_non_diff_grads", "_sequence_nr",  # of Functions and nodes
+        "_cdata", "_is_view", "_version", "_post_accumulate_grad_hooks", "_local_tensor",  # of tensors and storages
+        # Of FSDP2's states, units and parameters.
+        "_fsdp_param_groups", "_get_module_fsdp_state", "_is_root", "_reset_iter_state", "_reshard_after_forward",
+        "_post_forward_indices", "_all_gather_result", "_partial_reduce_output", "_partial_reduce_output_layout",
+        "_post_backward_pending", "_module_info", "_param_fqn", "_sharded_local_tensor", "_sharded_param_data",
+        "_unsharded_param",
+    ),
 )  # fmt: skip
 COMPILED = Feature(
     "lowtide.compile",
@@ -88,6 +100,7 @@ COMPILED = Feature(
     read=(
         "torch._functorch.partitioners", "torch._functorch.config", "torch._guards", "torch._inductor", "torch._dynamo",
     ),
+    attributes=("_input_metadata", "_saved_result", "_use_count", "_schema"),
 )  # fmt: skip
 DIAGNOSIS = Feature(
     "lowtide.diagnose",
@@ -101,6 +114,7 @@ DIAGNOSIS = Feature(
         "torch.utils.checkpoint._CachingTorchDispatchMode", "torch.utils.checkpoint._checkpoint_debug_enabled",
         "torch._functorch.config",
     ),
+    attributes=("_checkpoint_wrapped_module",),
 )  # fmt: skip
 FORECASTS = Feature(
     "lowtide plan without a device",
@@ -110,6 +124,7 @@ FORECASTS = Feature(
         "torch._C._construct_storage_from_data_pointer", "torch._C._ExcludeDispatchKeyGuard", "torch._C.DispatchKeySet",
         "torch.testing._internal.distributed.fake_pg", "torch.distributed.tensor.debug._clear_sharding_prop_cache",
     ),
+    attributes=("_destroy",),  # of a library of operators
 )  # fmt: skip
 FEATURES = (STEPS, COMPILED, DIAGNOSIS, FORECASTS)
 # Names that not every version in ``CHECKED`` has.
