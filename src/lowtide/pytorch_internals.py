@@ -119,7 +119,10 @@ DIAGNOSIS = Feature(
 FORECASTS = Feature(
     "lowtide plan without a device",
     "Kernels and their workspaces are those of the last version that was",
-    patched=("torch.autograd._engine_run_backward", "torch.amp.autocast_mode.autocast.__init__"),
+    patched=(
+        "torch.autograd._engine_run_backward", "torch.autograd.graph._engine_run_backward",
+        "torch.amp.autocast_mode.autocast.__init__", "torch.accelerator.current_accelerator",
+    ),
     read=(
         "torch._C._construct_storage_from_data_pointer", "torch._C._ExcludeDispatchKeyGuard", "torch._C.DispatchKeySet",
         "torch.testing._internal.distributed.fake_pg", "torch.distributed.tensor.debug._clear_sharding_prop_cache",

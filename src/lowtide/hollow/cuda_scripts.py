@@ -5,7 +5,7 @@ they mean on the device that is planned for. A number that is made without a dev
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -67,6 +67,7 @@ def cuda_means_cpu(hollow: HollowMode) -> Iterator[None]:
     def get_autocast_dtype(device_type: str) -> torch.dtype:
         return dtype_of("cpu" if device_type == "cuda" and is_on("cpu") else device_type)
 
+    has_accelerator = torch.accelerator.is_available()
     run_engine, mode = torch.autograd._engine_run_backward, _CudaIsCpu(hollow)
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -84,7 +85,11 @@ def cuda_means_cpu(hollow: HollowMode) -> Iterator[None]:
             get_autocast_dtype=get_autocast_dtype,
             get_autocast_gpu_dtype=lambda: get_autocast_dtype("cuda"),
         ),
+        # both: whoever observes backward puts what it finds in the second one into both
         patch.object(torch.autograd, "_engine_run_backward", run_backward),
+        patch.object(torch.autograd.graph, "_engine_run_backward", run_backward),
+        # An optimizer that finds the accelerator of a CUDA build asks for its stream.
+        nullcontext() if has_accelerator else patch.object(torch.accelerator, "current_accelerator", nothing),
         mode,
         patch.multiple(
             torch.cuda,
