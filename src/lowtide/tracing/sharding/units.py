@@ -25,7 +25,11 @@ _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 # What a parameter has accumulated and not reduced; from PyTorch 2.15 on that is the gathered parameter's ``grad``.
 _ACCUMULATED = "unsharded_accumulated_grad"
 # What a unit has not reduced, and what it is when there is nothing; the last two from PyTorch 2.15 on.
-_PENDING = {"_partial_reduce_output": None, "_partial_reduce_output_layout": {}, "_post_backward_pending": False}
+_PENDING: dict[str, Any] = {
+    "_partial_reduce_output": None,
+    "_partial_reduce_output_layout": {},
+    "_post_backward_pending": False,
+}
 
 
 def states_of(model: nn.Module) -> list[tuple[str, Any]]:
@@ -81,7 +85,7 @@ def preserve_fsdp_state(model: nn.Module) -> Iterator[None]:
     """Inside, a step may run or fail; afterwards FSDP waits for the next one, with the gradients it had not reduced."""
     units = units_of(model)
     params = [p for unit in units for p in unit.fsdp_params if was_gathered(p)]
-    pending = [(p._unsharded_param, "grad", None) for p in params]
+    pending: list[tuple[Any, str, Any]] = [(p._unsharded_param, "grad", None) for p in params]
     pending += [(p, _ACCUMULATED, None) for p in params if _ACCUMULATED in vars(p)]
     pending += [(unit, name, empty) for unit in units for name, empty in _PENDING.items() if name in vars(unit)]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in pending]
