@@ -81,6 +81,7 @@ STEPS = Feature(
     ),
     attributes=(
         "_compiled_call_impl", "_call_impl", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",  # of modules
+        "_c",  # of scripted ones
         "_backward_cls", "_materialize_non_diff_grads", "_sequence_nr",  # of Functions and nodes
         "_cdata", "_is_view", "_version", "_post_accumulate_grad_hooks", "_local_tensor",  # of tensors and storages
         # Of FSDP2's states, units and parameters.
