@@ -197,14 +197,14 @@ def line(kind: Kind, *, rounds: int) -> dict:
     if kind.of_plain is not None:
         budget = int(kind.of_plain * plain_peak)
     ours, watched = Run(kind.make), Run(kind.make)
-    ours.fit = lowtide.fit(ours.training.model, budget=budget)
+    ours.fit = _fitted(ours, budget)
     for i in range(STEPS):
         ours.step()
         if i == PLANNED_AFTER - 1:
             ours.fit.wait(120)
     status, plan = ours.fit.status(), ours.fit.plan if ours.fit.plans else None
     equal = plain.same_as(ours)
-    watched.fit = lowtide.fit(watched.training.model, budget=budget)
+    watched.fit = _fitted(watched, budget)
     watched.fit._lifecycle.plans_by_shape.request = lambda *_, **__: None  # nobody plans
     for _ in range(3):
         watched.step()
@@ -235,6 +235,12 @@ def line(kind: Kind, *, rounds: int) -> dict:
         "reasons": list(status.reasons), "why_not": status.why_not,
         **provenance(),
     }  # fmt: skip
+
+
+def _fitted(run: Run, budget: int) -> lowtide.Fit:
+    """Without a batch; the optimizer is named where there is one, since nothing else tells of its state on a CPU."""
+    optimizers = run.training.optimizers
+    return lowtide.fit(run.training.model, budget=budget, optimizer=optimizers[0] if len(optimizers) == 1 else None)
 
 
 def told(found: dict) -> str:
