@@ -129,7 +129,7 @@ class OnlineTape(UncompiledMode):
 
     def begin_step(self, unseen_bytes: int = 0) -> None:
         """A step starts, or the rest of one that holds ``unseen_bytes`` already: of earlier ones nothing counts."""
-        self.live.restart(unseen_bytes or self._expected.inputs_bytes)
+        self.live.restart(unseen_bytes or self._expected.inputs_bytes or 0)
         self.releaser.forget_step()
         self._run = run = ExecutionState(self._model, wrapped=self._wrapped)
         model = self._model()

@@ -31,10 +31,11 @@ class ExpectedBytes:
 
     Attributes:
         inputs_bytes: Of the last step: what was there before it and no call of the model was given (targets, mostly).
+            None before the first.
     """
 
     def __init__(self) -> None:
-        self.inputs_bytes = 0
+        self.inputs_bytes: int | None = None
         self._made: dict[tuple, int] = {}
         self._workspace: dict[tuple, int] = {}
         self._workspace_share: dict[tuple, float] = {}  # the most, of what an op with these dtypes reads and makes
