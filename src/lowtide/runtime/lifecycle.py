@@ -664,8 +664,14 @@ class Lifecycle:
                 )  # fmt: skip
 
     def _why_unlike_later_ones(self, watch: WatchedStep, model: nn.Module) -> str:
-        """Why later steps will take other memory; "" if they will not. ZeRO-3 may gather other parameters in them, and
-        scripted code may run other ops."""
+        """Why later steps take other memory than was recorded; "" if they do not.
+
+        ZeRO-3 gathers other parameters then, or a profiler hid what kernels take.
+        """
+        if watch.recorder.profiled:
+            why = "a profiler was active, so what kernels take beside what they make was not measured"
+            self._say(f"no plan comes of a step in which {why}: a step without a profiler is planned")
+            return f"{why}: the next step is watched"
         if not order_is_known(model):
             return "DeepSpeed has not seen the order of the modules yet: the next step is watched"
         if watch.found_gathered and self._found_gathered < _MOST_FOUND_GATHERED:

@@ -113,6 +113,7 @@ class Recorder(UncompiledMode):
         self.hooks = SavedTensorHooks(self.builder, self.live, self._compiled, self.assignments, self.functions.stored)
         self._signatures: dict[str, int] = {}  # same operator on tensors of the same shapes and types
         self._workspace_bytes: dict[int, int] = {}  # what a kernel allocates beside its outputs, by signature
+        self.profiled = False  # a profiler was active: what kernels take beside what they make is not known
         self._undeclared_writes: dict[int, list[int]] = {}  # by signature, positions of inputs
         self.sharding_observer: ShardingRecording | None = None
         self._value_shaped: set[int] = set()  # storages whose shape depends on values
@@ -242,6 +243,7 @@ class Recorder(UncompiledMode):
                     _undeclared_writes[kernel] = known
             self._undeclared_writes[signature] = known
             self._workspace_bytes[signature] = 0 if counter is None else counter.workspace
+            self.profiled |= counter is None and self._device.type == "cpu"
             return result
 
     def _copy_before_write(self, tensor: torch.Tensor) -> None:

@@ -133,6 +133,11 @@ def record(
             received = _record_step(recorder, model, batch, step, forward)
         if hollow is not None or not recorder.functions.found_unsettled:
             break
+    if recorder.profiled:
+        raise LowtideError(
+            "a profiler is active on this thread: what kernels take beside what they make cannot be measured.\n"
+            "Trace the step, or fit a batch, outside of it. lowtide.fit(model) without a batch waits for a step without."
+        )
     received |= with_gradient
     graph = finished_graph(recorder, model, batch, optimizer, received, hollow)
     graph = fold(graph, recorder.sums.targets)
