@@ -136,7 +136,7 @@ def record(
     if recorder.profiled:
         raise LowtideError(
             "a profiler is active on this thread: what kernels take beside what they make cannot be measured.\n"
-            "Trace the step, or fit a batch, outside of it. lowtide.fit(model) without a batch waits for a step without."
+            "Trace the step, or fit a batch, outside of it. lowtide.fit(model) without a batch waits for such a step."
         )
     received |= with_gradient
     graph = finished_graph(recorder, model, batch, optimizer, received, hollow)
