@@ -234,6 +234,7 @@ class Recorder(UncompiledMode):
             def measured() -> Iterator[None]:
                 nonlocal counter
                 with measuring(self._device) as counter:
+                    self.profiled |= counter is None and self._device.type == "cpu"
                     yield
 
             result = run(measured())
@@ -243,7 +244,6 @@ class Recorder(UncompiledMode):
                     _undeclared_writes[kernel] = known
             self._undeclared_writes[signature] = known
             self._workspace_bytes[signature] = 0 if counter is None else counter.workspace
-            self.profiled |= counter is None and self._device.type == "cpu"
             return result
 
     def _copy_before_write(self, tensor: torch.Tensor) -> None:
