@@ -115,7 +115,7 @@ class WatchedStep(OnlineTape):
             self._had_gradients = {name for name, p in model.named_parameters() if gradient_of(p) is not None}
             self._other_bytes = before["other"]
             if self._counts_inputs and self._expected.inputs_bytes is None:  # targets may be as large as the inputs
-                self._reserve(min(before["batch"], int(_MOST_RESERVED * self.releaser.budget_bytes)))
+                self._reserve(int(min(before["batch"], _MOST_RESERVED * self.releaser.budget_bytes)))
             self._batch = describe_batch(batch)
         self._builder.calls.append(module_calls.call_signature(model, args, kwargs))
 

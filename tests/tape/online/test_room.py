@@ -10,6 +10,7 @@ from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tape.online import room
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.online_values import value_of_storage
@@ -103,6 +104,7 @@ def steady_clock(monkeypatch):
 
 @pytest.mark.usefixtures("one_thread", "steady_clock")
 def test_workspaces_are_in_the_budget_of_the_first_step(monkeypatch):
+    monkeypatch.setattr(WatchedStep, "_reserve", lambda self, size: None)  # for targets: there are none
     found, allowed = peaks(128, 0.6)
     assert found <= 1.005 * allowed
     monkeypatch.setattr(room, "_first_share", lambda func, args: 0.0)
