@@ -12,6 +12,7 @@ from torch import library as registry
 from torch import nn
 
 import lowtide
+from lowtide.device.memory import PeakCounter
 from lowtide.graph.costs import Costs
 from lowtide.graph.json_format import from_dict
 from lowtide.graph.step_graph import DROP, FREE, RELEASE, RUN, UNPACK, to_dict
