@@ -1,6 +1,7 @@
 """Losses with gradients in them (gradient penalties, forces): planned as they run, with the peak that is predicted."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,9 +11,12 @@ from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.runtime.planned_step import PlannedStep, shapes_of_graph
 from lowtide.simulation.simulator import simulate
 from lowtide.tape import replay, tape
+from lowtide.tape.program import program_of
 from lowtide.tape.recipes import Recipe
+from lowtide.tape.tape import Tape
 from lowtide.tracing import recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -121,3 +125,45 @@ def test_replays_are_counted_over_all_backward_passes(monkeypatch):
         step()
         assert fit.plan.passes == 2
         assert [op.number for op in replayed] == [r.op for r in simulate(fit.graph, fit.costs, fit.plan).replays]
+
+
+class Critic(nn.Module):
+    """Residual blocks: layers that repeat."""
+
+    forces = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+        )
+        self.last = nn.Linear(64, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_plan_that_drops_in_the_model_alone_is_there_when_backward_saves_again(guarded, monkeypatch):
+    if not guarded:
+        monkeypatch.setattr(PlannedStep, "needs_whole_step", property(lambda self: self.tape.program.root.has_actions))
+    torch.manual_seed(0)
+    model = Critic()
+    train(model)
+    with lowtide.fit(model, budget="1GiB") as fit:
+        train(model)
+        fit.wait()
+        plan = lowtide.solve(fit.graph, fit.costs, method="full")
+    replays = {d.storage: 99 for d in plan.decisions if d.action == "recompute"}
+    decisions = tuple(replace(d, replays=replays.get(d.storage, 1)) for d in plan.decisions)
+    plan = replace(plan, decisions=decisions)
+    step = PlannedStep(plan, fit.graph, fit.costs, shapes_of_graph(fit.graph), Tape(program_of(plan), model))
+    with lowtide.fit(model, budget="1GiB") as fit:
+        fit._lifecycle.put(step)
+        train(model)
+        peak = train(model)
+        assert fit.status().in_force and not step.tape.program.root.has_actions
+    before = 2 * resident_bytes(model) + ROWS * 64 * 4
+    assert (before + peak == simulate(step.graph, step.costs, plan).peak_bytes) == guarded

@@ -7,6 +7,7 @@ from functools import cached_property
 from torch._C._autograd import _get_sequence_nr
 
 from lowtide.graph.costs import Costs
+from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.plan import Plan
 from lowtide.runtime.call_shapes import CallShape, shape_of_signature
@@ -73,8 +74,13 @@ class PlannedStep:
 
     @cached_property
     def needs_whole_step(self) -> bool:
-        """The tape has something to do outside the model's calls; where tensors move, it counts unpacks of the loss."""
-        return self.tape.program.root.has_actions or bool(self.plan.tiers)
+        """The tape has something to do outside the model's calls.
+
+        A drop, or a backward that saves tensors again; where tensors move, it counts unpacks of the loss.
+        """
+        facts = step_facts(self.graph)
+        saves_again = max(facts.packed.values(), default=-1) > facts.backward_start and not self.keeps_everything
+        return self.tape.program.root.has_actions or saves_again or bool(self.plan.tiers)
 
     @cached_property
     def _made_bytes(self) -> list[int]:
