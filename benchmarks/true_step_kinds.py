@@ -42,6 +42,7 @@ class Kind:
     Attributes:
         what: In words, for the page.
         checkpoints: ``torch.utils.checkpoint`` works for it.
+        ends_late: What backward leaves of the graph keeps the step open until the next one's call.
         of_plain: The budget is that much of the plain peak; None: what ``true_steps.py`` says.
     """
 
@@ -50,16 +51,17 @@ class Kind:
     make: Callable[[bool], Training]
     checkpoints: bool = True
     of_plain: float | None = None
+    ends_late: bool = False
 
 
 KINDS: list[Kind] = []
 
 
 def kind(
-    what: str, *, checkpoints: bool = True, of_plain: float | None = None
+    what: str, *, checkpoints: bool = True, of_plain: float | None = None, ends_late: bool = False
 ) -> Callable[[Callable[[bool], Training]], Callable[[bool], Training]]:
     def add(make: Callable[[bool], Training]) -> Callable[[bool], Training]:
-        KINDS.append(Kind(make.__name__, what, make, checkpoints, of_plain))
+        KINDS.append(Kind(make.__name__, what, make, checkpoints, of_plain, ends_late))
         return make
 
     return add
@@ -207,7 +209,7 @@ def hook_replaces(checkpointed: bool) -> Training:
     return usual(checkpointed, net=net)
 
 
-@kind("`backward(inputs=...)`")
+@kind("`backward(inputs=...)`", ends_late=True)
 def some_inputs(checkpointed: bool) -> Training:
     model = Net(checkpointed)
     some = [p for n, p in model.named_parameters() if "blocks.4" in n or "blocks.5" in n or "last" in n]
@@ -424,7 +426,7 @@ def lbfgs(checkpointed: bool) -> Training:
     return training
 
 
-@kind("Hessian-vector product (AdaHessian)")
+@kind("Hessian-vector product (AdaHessian)", ends_late=True)
 def hessian_vector(checkpointed: bool) -> Training:
     model = Net(checkpointed)
     parameters = list(model.parameters())
@@ -461,7 +463,7 @@ def maml(checkpointed: bool) -> Training:
     return custom(model, losses)
 
 
-@kind("two losses, two backwards with `retain_graph`")
+@kind("two losses, two backwards with `retain_graph`", ends_late=True)
 def two_losses(checkpointed: bool) -> Training:
     model = Net(checkpointed, outs=2 * WIDTH)
 
@@ -478,7 +480,7 @@ def two_losses(checkpointed: bool) -> Training:
     return custom(model, losses)
 
 
-@kind("losses weighed by their gradients' norms (`grad` each, then backward)")
+@kind("losses weighed by their gradients' norms (`grad` each, then backward)", ends_late=True)
 def balanced_losses(checkpointed: bool) -> Training:
     model = Net(checkpointed, outs=2 * WIDTH)
     shared = model.blocks[-1].down.weight

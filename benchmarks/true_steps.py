@@ -11,7 +11,8 @@ budget is what is resident and 60 % of the rest of the plain peak.
 
 - Peaks: the allocator's, of each step, on top of what is resident before it (weights, gradients, optimizer states, the
   batch). The predicted one is that of the plan that the step ran under.
-- Times: processor time, steps of the trainings in turn, medians.
+- Times: processor time, steps of the trainings in turn, medians. Where a step ends with the next one's call, lowtide
+  would see the plain steps in between: there the trainings are timed one after the other.
 - Bits: losses of each step and the weights after all of them, against the plain training's.
 """
 
@@ -98,6 +99,7 @@ def _in_process(kind: Kind, *, quick: bool) -> dict:
     command = [sys.executable, __file__, "--here", "--kinds", kind.name, *(["--quick"] if quick else [])]
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOWTIDE_CACHE_DIR": cache, "MALLOC_MMAP_MAX_": "0"}
+        environment["MALLOC_TRIM_THRESHOLD_"] = str(1 << 40)  # memory stays: page faults flatter lean plans
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
@@ -189,6 +191,12 @@ def line(kind: Kind, *, rounds: int) -> dict:
         plain.step()
         if checkpointed is not None:
             checkpointed.step()
+    if kind.ends_late:
+        before = {"plain": Run(kind.make), "checkpointed": Run(kind.make, checkpointed=True)}
+        _timed(before, rounds)
+        plain.seconds = before["plain"].seconds
+        if checkpointed is not None:
+            checkpointed.seconds = before["checkpointed"].seconds
     start = plain.resident_bytes()
     plain_peak = max(plain.peaks)
     budget = start + int(FRACTION * (plain_peak - start))
@@ -204,16 +212,15 @@ def line(kind: Kind, *, rounds: int) -> dict:
             ours.fit.wait(120)
     status, plan = ours.fit.status(), ours.fit.plan if ours.fit.plans else None
     equal = plain.same_as(ours)
+    if kind.ends_late:
+        _timed({"lowtide": ours}, rounds)
+        ours.fit.remove()
     watched.fit = _fitted(watched, budget)
     watched.fit._lifecycle.plans_by_shape.request = lambda *_, **__: None  # nobody plans
     for _ in range(3):
         watched.step()
     runs = {"plain": plain, "checkpointed": checkpointed, "lowtide": ours, "unplanned": watched}
-    for _ in range(rounds):
-        for run in runs.values():
-            if run is not None:
-                run.counts_peaks = False
-                run.step()
+    _timed({name: run for name, run in runs.items() if run is not None and not run.seconds}, rounds)
     planned = [peak for peak, under in zip(ours.peaks, ours.under_plan) if under]
     unplanned = [peak for peak, under in zip(ours.peaks, ours.under_plan) if not under]
     errors = [(peak - of) / of for peak, of in zip(ours.peaks, ours.predicted) if of is not None]
@@ -235,6 +242,15 @@ def line(kind: Kind, *, rounds: int) -> dict:
         "reasons": list(status.reasons), "why_not": status.why_not,
         **provenance(),
     }  # fmt: skip
+
+
+def _timed(runs: dict[str, Run | None], rounds: int) -> None:
+    """Steps of these trainings in turn."""
+    for _ in range(rounds):
+        for run in runs.values():
+            if run is not None:
+                run.counts_peaks = False
+                run.step()
 
 
 def _fitted(run: Run, budget: int) -> lowtide.Fit:
