@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from provenance import provenance
 from real_step_loops import LOOPS, SEED, Loop, Sizes
+from result_lines import replace_lines
 from step_probe import PHASES, Probe, StepRecord, resident_bytes
 
 import lowtide
@@ -96,14 +97,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _write(out: Path, lines: list[dict]) -> None:
-    """Replace the lines of these cases in ``out``."""
-    old = [json.loads(text) for text in out.read_text().splitlines()] if out.exists() else []
-    fresh = {found["case"] for found in lines}
-    order = [loop.name for loop in LOOPS]
-    kept = [found for found in old if found["case"] not in fresh]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    every = sorted(kept + lines, key=lambda found: (order.index(found["case"]), found["rank"]))
-    out.write_text("".join(json.dumps(found) + "\n" for found in every))
+    replace_lines(out, lines, by="case", order=[loop.name for loop in LOOPS])
 
 
 def _in_processes(loop: Loop, *, quick: bool) -> list[dict]:

@@ -34,6 +34,7 @@ from pathlib import Path
 
 import torch
 from provenance import provenance
+from result_lines import replace_lines
 from step_probe import resident_bytes
 from true_step_kinds import KINDS, Kind, Training
 
@@ -85,14 +86,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _write(out: Path, lines: list[dict]) -> None:
-    """Replace the lines of these kinds in ``out``."""
-    old = [json.loads(text) for text in out.read_text().splitlines()] if out.exists() else []
-    fresh = {found["kind"] for found in lines}
-    order = [kind.name for kind in KINDS]
-    every = [found for found in old if found["kind"] not in fresh and found["kind"] in order] + lines
-    out.parent.mkdir(parents=True, exist_ok=True)
-    every.sort(key=lambda found: order.index(found["kind"]))
-    out.write_text("".join(json.dumps(found) + "\n" for found in every))
+    replace_lines(out, lines, by="kind", order=[kind.name for kind in KINDS])
 
 
 def _in_process(kind: Kind, *, quick: bool) -> dict:

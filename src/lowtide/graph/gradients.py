@@ -22,14 +22,20 @@ def with_these_before(graph: StepGraph, new: Collection[int]) -> StepGraph:
     """The step where these gradients, which backward makes, are there before."""
     if not new:
         return graph
+    freed = _freed_once_complete(graph, new)
+    first = len(graph.storages)
+    there = [Storage(first + n, graph.storages[s].bytes, "gradient") for n, s in enumerate(sorted(new))]
+    return replace(freed, storages=(*freed.storages, *there))
+
+
+def _freed_once_complete(graph: StepGraph, gradients: Collection[int]) -> StepGraph:
+    """The step that lets go of these gradients, which backward makes, after the last op on each."""
     freed = defaultdict(list)
-    for storage, op in _last_ops(graph, new).items():
+    for storage, op in _last_ops(graph, gradients).items():
         freed[RUN, op].append((FREE, storage))
-    storages = [replace(s, kind="backward") if s.id in new else s for s in graph.storages]
-    storages += [Storage(len(storages) + n, graph.storages[s].bytes, "gradient") for n, s in enumerate(sorted(new))]
     return replace(
         graph,
-        storages=tuple(storages),
+        storages=tuple(replace(s, kind="backward") if s.id in gradients else s for s in graph.storages),
         events=tuple(e for event in graph.events for e in (event, *freed.get(event, ()))),
     )
 
@@ -67,19 +73,13 @@ def with_gradients_stepped(graph: StepGraph, temporary_share: float) -> StepGrap
         temporary_share: Of a gradient's bytes, what its use takes for a moment.
     """
     made = {s.id for s in graph.storages if s.kind == NEW_GRADIENT}
-    freed, ops = defaultdict(list), list(graph.ops)
+    ops = list(graph.ops)
     for storage, at in _last_ops(graph, made).items():
-        freed[RUN, at].append((FREE, storage))
         moment = int(temporary_share * graph.storages[storage].bytes)
         ops[at] = replace(ops[at], workspace_bytes=max(ops[at].workspace_bytes, moment))
     left = graph.resident["gradients"] - sum(graph.storages[s].bytes for s in made)
-    return replace(
-        graph,
-        storages=tuple(replace(s, kind="backward") if s.id in made else s for s in graph.storages),
-        ops=tuple(ops),
-        events=tuple(e for event in graph.events for e in (event, *freed.get(event, ()))),
-        resident=graph.resident | {"gradients": left},
-    )
+    freed = _freed_once_complete(graph, made)
+    return replace(freed, ops=tuple(ops), resident=graph.resident | {"gradients": left})
 
 
 def gradient_bytes_at(graph: StepGraph, event: int) -> int:

@@ -51,7 +51,7 @@ class Op:
     Attributes:
         name: With overload, ``aten.mm.default``.
         frame: Index into ``StepGraph.frames``: the module call it ran in.
-        backward: Ran inside the autograd engine.
+        backward: Ran in a backward whose results nobody differentiates: one that creates a graph is part of a loss.
         reads, makes, writes: Storage ids. ``writes`` are changed in place (``makes`` are new).
         workspace_bytes: Peak of what the op allocates inside itself beyond what it makes.
         rng_bytes: What of the device's memory the generator state takes that a replay must keep: nothing of an
@@ -144,8 +144,7 @@ class StepGraph:
 
     @cached_property
     def stored(self) -> frozenset[int]:
-        """Storages made in forward that autograd stores for backward."""
-        # Under create_graph autograd stores what backward made as well; no plan decides over that.
+        """Storages made by forward ops that autograd stores for backward."""
         makers = {s: self.storages[s].op for s in self.saved}
         return frozenset(s for s, op in makers.items() if op is not None and not self.ops[op].backward)
 

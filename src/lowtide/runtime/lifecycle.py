@@ -408,8 +408,10 @@ class Lifecycle:
         self._open_watch(kind, model, batch)
 
     def replace_checkpointing(self) -> bool:
-        """Switch the model's own off; False: not yet, since nobody knows what a step may take, which may not fit
-        without it."""
+        """Switch the model's own off. False: not yet.
+
+        As long as nobody knows what a step may take, it might not fit without.
+        """
         waits = self._budget.absolute_bytes is None and self._budget.first_bytes is None
         if waits and self.checkpointing.will_be_replaced:
             return False
@@ -428,9 +430,8 @@ class Lifecycle:
         self._ended_well = False
         if step is None or not more:
             return step
-        if (
-            step.plan.predicted_peak_bytes > self._budget.limit_bytes
-        ):  # none is leaner, and steps without one are dearer
+        if step.plan.predicted_peak_bytes > self._budget.limit_bytes:
+            # None is leaner, and steps without one are dearer.
             return self.plans_by_shape.keep_least(step, more)
         self._reasons.say_latest(
             "outgrown",

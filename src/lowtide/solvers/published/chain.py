@@ -130,7 +130,7 @@ class StepChain:
         kept = set().union(*made) - recomputable(graph)
         for storage, ops in read_by_forward(graph).items():
             maker = graph.storages[storage].op
-            if maker not in stage_of or storage in kept:  # made by backward, where that creates a graph: no decision
+            if maker not in stage_of or storage in kept:  # from before the step: no decision
                 continue
             furthest = max(stage_of[op] for op in ops)
             if furthest > stage_of[maker] + 1:

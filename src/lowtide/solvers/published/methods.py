@@ -1,5 +1,6 @@
 """The published methods, by the name under which ``solve`` knows them: add a method to one of the tables here."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -18,6 +19,8 @@ from lowtide.solvers.published.rotor import rotor
 from lowtide.solvers.published.selective import selective
 from lowtide.solvers.published.sqrt_n import sqrt_n
 from lowtide.solvers.search_context import SearchContext
+
+logger = logging.getLogger("lowtide")
 
 Actions = dict[int, str]
 
@@ -98,6 +101,7 @@ def _applying(method: str) -> Iterator[None]:
     except (ValueError, LowtideError):
         raise
     except Exception as error:
+        logger.info("lowtide: method %s left out: %s: %s", method, type(error).__name__, error)
         raise ValueError(
             f"method={method!r} does not apply to this step: {type(error).__name__}: {error}.\n"
             'Use method="exact", which does.'
