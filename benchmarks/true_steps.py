@@ -248,9 +248,8 @@ def _timed(runs: dict[str, Run | None], rounds: int) -> None:
 
 
 def _fitted(run: Run, budget: int) -> lowtide.Fit:
-    """Without a batch; the optimizer is named where there is one, since nothing else tells of its state on a CPU."""
-    optimizers = run.training.optimizers
-    return lowtide.fit(run.training.model, budget=budget, optimizer=optimizers[0] if len(optimizers) == 1 else None)
+    """Without a batch, with the optimizers: else nothing is known of their state before the first step."""
+    return lowtide.fit(run.training.model, budget=budget, optimizer=run.training.optimizers)
 
 
 def told(found: dict) -> str:

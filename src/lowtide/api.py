@@ -68,8 +68,9 @@ def fit(
         budget_kind: ``"reserved"``: the budget is of what the device's caching allocator reserves, as the device's own
             tools show it, for steps of one shape. Without a batch, steps that have no plan yet keep it as allocated.
         optimizer: Counts the state it has or will have, of any kind. An ``Optimizer``, also as Accelerate or DeepSpeed
-            wrap it, or a name: ``"adamw"``, ``"adamw_fused"``, ``"adam"``, ``"adafactor"``, ``"adagrad"``,
-            ``"rmsprop"``, ``"sgd"``, ``"sgd_momentum"``.
+            wrap it, several in a list or as values of a dictionary, or a name: ``"adamw"``, ``"adamw_fused"``,
+            ``"adam"``, ``"adafactor"``, ``"adagrad"``, ``"rmsprop"``, ``"sgd"``, ``"sgd_momentum"``. None: state counts
+            once an optimizer of ``torch.optim`` has stepped the model.
         step: ``(model, batch) -> loss`` where the loss is not the model's own output.
         method: ``exact``, or a published method: ``none``, ``full``, ``every_n``, ``sqrt_n``, ``selective``,
             ``revolve``, ``rotor`` or ``knapsack``; see ``solve``.

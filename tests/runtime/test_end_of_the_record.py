@@ -7,6 +7,7 @@ from torch import nn
 import lowtide
 from lowtide.graph.step_graph import NEW_GRADIENT
 from lowtide.tracing.graph_builder import GraphBuilder
+from lowtide.tracing.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,3 +39,13 @@ def test_gradients_that_zero_grad_frees_later_are_made_in_backward_and_stay():
 def test_without_the_end_the_optimizer_is_part_of_the_step(monkeypatch):
     monkeypatch.setattr(GraphBuilder, "cut", lambda self, mark: None)
     assert not any(s.kind == NEW_GRADIENT for s in recorded().storages)
+
+
+def test_what_the_optimizer_writes_after_the_last_backward_keeps_nothing_from_being_made_again(monkeypatch):
+    graph = recorded()
+    assert not any(s.fixed for s in graph.storages if s.kind in ("parameter", "activation"))
+    assert graph.written_parameters == ()
+    monkeypatch.setattr(GraphBuilder, "unfix", lambda self, storage: None)
+    assert sum(s.fixed == "written during the step" for s in recorded().storages if s.kind == "parameter") == 2
+    monkeypatch.setattr(Recorder, "cut", lambda self: None)
+    assert recorded().written_parameters == ("6.weight", "6.bias")

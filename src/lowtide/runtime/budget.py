@@ -13,6 +13,7 @@ from lowtide.errors import BudgetInfeasibleError, DeviceError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.runtime.reserved_memory import bytes_for_segments
+from lowtide.runtime.training_optimizers import TrainingOptimizers
 from lowtide.solvers.arguments import absolute_bytes
 from lowtide.tracing.model_facts import device_of
 from lowtide.tracing.operators import allocated_bytes, gradient_of, storage_of, tensors_in
@@ -46,6 +47,7 @@ class StepBudget:
         first_bytes: What a step may take while a percentage waits; None: what is free.
         resident_bytes: Parameters, buffers, gradients and optimizer state when last looked at. On an accelerator all
             that is allocated, as in a plan's peak: other models, and whatever the process holds there.
+        optimizers: What trains the model.
         batch_bytes: Of the last step without a plan: what is beside these when it starts.
         is_of_reserved: The budget is of what the allocator reserves.
         segments_bytes: Of the budget, what the last step without a plan left for segments that are not full, or since
@@ -55,7 +57,7 @@ class StepBudget:
     def __init__(self, model: nn.Module, budget: int | str, optimizer: object = None, kind: str = "allocated") -> None:
         self._asked = budget
         self.is_of_reserved = kind == "reserved"
-        self._optimizer = optimizer
+        self.optimizers = TrainingOptimizers(model, optimizer)
         self._workspaces = KeptWorkspaces()
         self._of_model = self._bytes_of(model)
         self.batch_bytes = self.segments_bytes = 0
@@ -74,8 +76,8 @@ class StepBudget:
         self.limit_bytes = self.absolute_bytes or 0
 
     def state_bytes(self) -> int:
-        """What the optimizer that ``fit`` was given keeps now on the model's device; 0 before its first step."""
-        return existing_state_bytes(self._optimizer, self.device)
+        """What the model's optimizers keep now on its device; 0 before their first step."""
+        return existing_state_bytes(self.optimizers.all(), self.device)
 
     def check(self) -> None:
         """Raises: BudgetInfeasibleError: what the model alone is before the step is more than the budget."""
@@ -185,7 +187,7 @@ class StepBudget:
             *shards_of(model.parameters()),
             *model.buffers(),
             *(grad for p in model.parameters() if (grad := gradient_of(p)) is not None),
-            *state_tensors(self._optimizer),
+            *state_tensors(self.optimizers.all()),
             *tensors_in(batch),
         ]
         storages = {s._cdata: s for t in plain_tensors(*tensors) if (s := storage_of(t)) is not None}

@@ -105,6 +105,7 @@ class Fit:
             unprepare,
             backward_entry.observe(self._lifecycle),
             module_calls.install(model, self._lifecycle),
+            self._budget.optimizers.observe(),
         ]
 
     def _plan_first(self, facts: ModelFacts, batch: Any) -> bool:

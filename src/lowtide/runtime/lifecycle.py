@@ -627,7 +627,7 @@ class Lifecycle:
         if why := self._why_unlike_later_ones(watch, model):
             self.counters.why_not_planned = why
             return
-        graph, costs = watch.graph_and_costs(model, self.options.optimizer)
+        graph, costs = watch.graph_and_costs(model, self._budget.optimizers.all())
         if watch.checkpointed:
             self._reasons.say_checkpointed(watch.checkpointed, watch.share_run_again(graph, costs))
         self._reasons.say_of(graph)

@@ -41,7 +41,6 @@ from lowtide.tracing.batches import Call, describe_batch
 from lowtide.tracing.data_assignments import DataAssignedError
 from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.gradient_sums import fold
-from lowtide.tracing.graph_builder import Mark
 from lowtide.tracing.model_facts import device_of
 from lowtide.tracing.operators import gradient_of, storage_of, tensors_in
 from lowtide.tracing.optimizer_state import existing_state_bytes
@@ -82,7 +81,6 @@ class WatchedStep(OnlineTape):
         self._assignments = None  # the recorder looks
         self._calls_compiled_code = False
         self._counts_inputs = not is_accelerator(device_of(model))  # there all that was allocated is known
-        self._end: Mark | None = None  # of the record, when the last backward so far had ended
         self._num_looked_at = 0  # storages of the record: which of them are inputs is known
         self._inputs_bytes = 0  # of what was there before the step, and no call of the model was given
         self._expected_inputs_bytes = self._expected.inputs_bytes or 0  # counted as live from the start
@@ -286,11 +284,9 @@ class WatchedStep(OnlineTape):
     def note_backward(self, model: nn.Module) -> None:
         """A backward has ended: its gradients are there. If it was the last one, the step ends here.
 
-        The recorder holds nothing of its graph any more, which may have been retained for another. What backward left
-        of it may keep the record open: ``backward(inputs=...)`` passes some nodes by.
+        What backward left of its graph may keep the record open: ``backward(inputs=...)`` passes some nodes by.
         """
-        self.recorder.sums.forget_nodes()
-        self._end = self._builder.mark()
+        self.recorder.note_end()
         if self._builder.recording:
             self._received |= self.recorder.note_gradients(model)
 
@@ -329,12 +325,12 @@ class WatchedStep(OnlineTape):
         """
         self._poll()
         self._builder.recording = False
-        if self._end is not None:
-            self._builder.cut(self._end)
+        self.recorder.cut()
         self._expected.inputs_bytes = self._inputs_bytes
         graph = finished_graph(self.recorder, model, (), optimizer, self._received)
         if is_accelerator(graph.device):  # at the end, what the caller holds of the step is there too
-            self._resident["other"] = max(0, self._other_bytes - existing_state_bytes(optimizer, device_of(model)))
+            state_before = existing_state_bytes(optimizer, device_of(model)) - self.recorder.made_state_bytes
+            self._resident["other"] = max(0, self._other_bytes - state_before)
         targets = self.recorder.sums.targets
         new = self.recorder.new_gradients
         again = {number for name in self._had_gradients & new.keys() for number in new[name]}

@@ -20,6 +20,7 @@ class Mark(NamedTuple):
     events: int
     storages: int
     saved: int
+    fixed: int
 
 
 class GraphBuilder:
@@ -42,6 +43,7 @@ class GraphBuilder:
         self._readers: dict[int, list[int]] = {}  # storage -> forward ops that read it
         self._unread: set[int] = set()  # storages made and not read yet: an in-place op may still complete them
         self._written_in_backward: list[tuple[int, int]] = []  # storage, number of events before
+        self._fixed: list[int] = []  # storages that ``fix`` found free, in order
 
     def paused(self) -> AbstractContextManager[None]:
         """What runs inside is not part of the step."""
@@ -98,6 +100,7 @@ class GraphBuilder:
         """The storage must be saved; of several reasons the first counts."""
         if not self.storages[storage].fixed:
             self.storages[storage] = replace(self.storages[storage], fixed=reason)
+            self._fixed.append(storage)
 
     def changes_during_step(self, storage: int) -> bool:
         """It was there before the step, and something in the step writes it."""
@@ -192,10 +195,14 @@ class GraphBuilder:
 
     def mark(self) -> "Mark":
         """Where the record stands now."""
-        return Mark(len(self.ops), len(self.events), len(self.storages), len(self.saved))
+        return Mark(len(self.ops), len(self.events), len(self.storages), len(self.saved), len(self._fixed))
 
     def cut(self, mark: "Mark") -> None:
-        """The step ended at ``mark``: what was recorded later is no part of it."""
+        """The step ended at ``mark``: what was recorded later is no part of it, such as what an optimizer wrote."""
+        for storage in self._fixed[mark.fixed :]:
+            self.unfix(storage)
+        del self._fixed[mark.fixed :]
+        self._written_in_backward = [(s, at) for s, at in self._written_in_backward if at <= mark.events]
         del self.ops[mark.ops :], self.events[mark.events :], self.storages[mark.storages :], self.saved[mark.saved :]
 
     def made_since(self, mark: "Mark") -> list[int]:
@@ -282,6 +289,14 @@ class GraphBuilder:
     def unfix(self, storage: int) -> None:
         """Nothing has to save the storage any more."""
         self.storages[storage] = replace(self.storages[storage], fixed="")
+
+    def count_elsewhere(self, storage: int) -> int:
+        """If the step made it, it counts as there before, as in later steps: the bytes that are taken off here."""
+        made = self.storages[storage]
+        if made.op is None:
+            return 0
+        self.storages[storage] = replace(made, bytes=0)
+        return made.bytes
 
     def build(self, **fields: Any) -> StepGraph:
         """What was recorded; ``fields`` are those of ``StepGraph`` that follow from no op."""

@@ -17,6 +17,7 @@ from lowtide.device.block_size import in_blocks
 from lowtide.device.names import is_accelerator
 from lowtide.errors import LowtideError
 from lowtide.hollow.optimizer import hollow_optimizer_bytes, hollow_step_bytes, kernels_on, parts_of
+from lowtide.tracing.optimizer_group import OptimizerGroup
 
 NAMED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adafactor": (torch.optim.Adafactor, {}),
@@ -62,7 +63,8 @@ def optimizer_bytes(optimizer: Any, parameters: list[nn.Parameter]) -> tuple[int
     has_state = {id(p) for p, kept in optimizer.state.items() if next(_tensors_of(kept), None) is not None}
     if not has_state:
         return _foreseen(optimizer, trained, kernels, block)
-    if isinstance(optimizer, torch.optim.LBFGS):  # its history grows for many steps
+    members = optimizer.optimizers if isinstance(optimizer, OptimizerGroup) else (optimizer,)
+    if any(isinstance(member, torch.optim.LBFGS) for member in members):  # its history grows for many steps
         state, step = _foreseen(optimizer, trained, kernels, block)
         return max(existing, state), step
     to_come, step = 0, _foreseen_or_nothing(optimizer, trained, kernels, block)[1]
@@ -154,9 +156,16 @@ def _address(tensor: torch.Tensor) -> int:
 def checked_optimizer(optimizer: Any) -> Any:
     """The optimizer that keeps the state: what Accelerate and DeepSpeed wrap has it as ``.optimizer``.
 
+    A list of them, or a dictionary by whatever, comes back as one.
+
     Raises:
         TypeError: neither an ``Optimizer`` nor a name. ValueError: the name is unknown.
     """
+    if isinstance(optimizer, (list, tuple, dict)):
+        several = list(optimizer.values() if isinstance(optimizer, dict) else optimizer)
+        if names := [item for item in several if item is None or isinstance(item, str)]:
+            raise TypeError(f"optimizer has {names[0]!r} among {len(several)}. Pass optimizers, or one name.")
+        return OptimizerGroup(map(checked_optimizer, several))
     while hasattr(inner := getattr(optimizer, "optimizer", None), "param_groups"):
         optimizer = inner
     if isinstance(optimizer, str) and optimizer.lower() not in NAMED:
@@ -164,7 +173,7 @@ def checked_optimizer(optimizer: Any) -> Any:
     keeps_state = hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")
     if optimizer is not None and not isinstance(optimizer, str) and not keeps_state:
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim.Optimizer, or a name like 'adamw'."
+            f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim.Optimizer, several, or a name like 'adamw'."
         )
     return optimizer
 
@@ -182,6 +191,9 @@ def _foreseen(optimizer: Any, trained: set[int], kernels: str, block: int) -> tu
     """``hollow_step_bytes``, rehearsed once for settings that bytes may depend on. Raises: UnknownStateError."""
     if not trained:
         return 0, 0
+    if isinstance(optimizer, OptimizerGroup):  # they step one after the other
+        each = [_foreseen(o, trained & set(map(id, _own(o))), kernels, block) for o in optimizer.optimizers]
+        return sum(state for state, _ in each), max(step for _, step in each)
     groups = tuple(
         (
             tuple((name, _kept(value)) for name, value in sorted(group.items()) if name != "params"),
@@ -191,7 +203,9 @@ def _foreseen(optimizer: Any, trained: set[int], kernels: str, block: int) -> tu
     )
     settings = tuple((name, _kept(value)) for name, value in sorted(vars(optimizer).items()) if name[0] != "_")
     key = groups, settings, kernels, block
-    known = _OF_OPTIMIZER.setdefault(optimizer, {})
+    # Of PyTorch's own, all of a kind are alike.
+    of = type(optimizer) if type(optimizer).__module__.startswith("torch.optim.") else optimizer
+    known = _OF_OPTIMIZER.setdefault(of, {})
     if key not in known:
         try:
             known[key] = hollow_step_bytes(optimizer, trained, kernels=kernels, block_bytes=block)

@@ -7,7 +7,7 @@ held as copies: backward uses them as indices.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -27,7 +27,7 @@ from lowtide.tracing.compiled_regions import CompiledRegions
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignmentGuard
 from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.gradient_sums import GradientSums
-from lowtide.tracing.graph_builder import GraphBuilder
+from lowtide.tracing.graph_builder import GraphBuilder, Mark
 from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.opaque_calls import CallsAsOne
 from lowtide.tracing.operators import (
@@ -91,8 +91,12 @@ class Recorder(UncompiledMode):
         self.live = LiveStorages(self.builder, device)
         self.sums = GradientSums(self.live)
         self.new_gradients: dict[str, set[int]] = {}  # by parameter: storages that the step's backward made
-        self.written_parameters: set[int] = set()  # storages that the step writes (``p.data.mul_(...)``, mostly)
+        self.written_parameters: dict[
+            int, None
+        ] = {}  # storages, in order, that the step writes (``p.data.mul_(...)``, mostly)
         self.parameters: dict[int, torch.Tensor] = {}  # by storage
+        self.made_state_bytes = 0  # of an optimizer's state
+        self._end: tuple[Mark, int] | None = None  # of the last backward: what there was then, and parameters written
         self._steps_in_backward: dict[int, tuple[int, int]] = {}  # by storage: the version before, and writes since
         self._before_writes: list[tuple[torch.Tensor, torch.Tensor]] = []  # their memory, and a copy of it before
         builder = self.builder  # autograd holds the guard, which must not lead to us and from us to its nodes
@@ -251,7 +255,7 @@ class Recorder(UncompiledMode):
         if number is None or number in self.written_parameters or self._is_gathering(number):
             return
         if self.builder.storages[number].kind in ("parameter", "gradient"):
-            self.written_parameters.add(number)
+            self.written_parameters[number] = None
             if not self._restores_parameters:
                 return
             with self.builder.ignoring_ops():
@@ -370,13 +374,35 @@ class Recorder(UncompiledMode):
         return True
 
     def settle_writes(self) -> None:
-        """The step is over: what backward has written unseen (``p.data``) no replay may read, not even before that.
+        """A backward is over: what it has written unseen (``p.data``) no replay may read, not even before that.
 
         A write that counts a version is found by a replay that comes too late.
         """
         for storage, (version, writes) in self._steps_in_backward.items():
             if self.parameters[storage]._version - version < writes:
                 self.builder.mark_written(storage)
+        self._steps_in_backward.clear()
+
+    def note_end(self) -> None:
+        """A backward is over. If it was the last one, the step ends here, and ``cut`` takes out what came later.
+
+        Nothing of its graph is held any more, which may have been retained for another.
+        """
+        self.sums.forget_nodes()
+        self.settle_writes()
+        self._end = self.builder.mark(), len(self.written_parameters)
+
+    def cut(self) -> None:
+        """Until the last backward that was over, if there was one."""
+        if self._end is not None:
+            mark, written = self._end
+            self.builder.cut(mark)
+            self.written_parameters = dict.fromkeys(list(self.written_parameters)[:written])
+
+    def note_state(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What an optimizer keeps: what the step itself has made of it, while backward ran, later steps find there."""
+        found = {n for t in tensors if (n := self.live.find(t)) is not None and n < len(self.builder.storages)}
+        self.made_state_bytes = sum(map(self.builder.count_elsewhere, found))
 
     def start_backward(self) -> None:
         self._backward = True

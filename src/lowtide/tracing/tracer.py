@@ -28,7 +28,13 @@ from lowtide.tracing.data_parallel import ddp_bucket_bytes, gradients_are_bucket
 from lowtide.tracing.gradient_sums import fold
 from lowtide.tracing.model_facts import ModelFacts, device_of
 from lowtide.tracing.operators import gradient_of, is_wrapper_type, storage_of
-from lowtide.tracing.optimizer_state import UnknownStateError, existing_state_bytes, optimizer_bytes
+from lowtide.tracing.optimizer_state import (
+    UnknownStateError,
+    checked_optimizer,
+    existing_state_bytes,
+    optimizer_bytes,
+    state_tensors,
+)
 from lowtide.tracing.recorder import KernelFacts, Recorder
 from lowtide.tracing.restore import preserve_training_state, set_aside_other_gradients
 from lowtide.tracing.sharding.units import gather_each_once
@@ -160,6 +166,7 @@ def finished_graph(
     written, builder = recorder.written_parameters, recorder.builder
     block = block_bytes(device.type) if hollow is None else hollow.block_bytes
     new = builder.settle_gradients()
+    recorder.note_state(state_tensors(checked_optimizer(optimizer)))
     new_bytes = sum(_in_blocks(builder.storages[number].bytes, block) for number in new)
     made = {name for name, numbers in recorder.new_gradients.items() if numbers <= new}
     trained = [p for name, p in model.named_parameters() if name in received]
