@@ -43,7 +43,7 @@ from limits_table import costs_table
 from optimizers_table import optimizers_table
 from real_steps_table import real_steps_table
 from reserved_table import reserved_table
-from true_steps_table import true_steps_summary, true_steps_table
+from true_steps_table import true_steps_cuda_summary, true_steps_cuda_table, true_steps_summary, true_steps_table
 
 from lowtide.doctor import registry
 
@@ -99,6 +99,8 @@ def main() -> int:
         Page(HOW_TO / "watch-real-steps.md", "real steps", RESULTS / "real_steps_cpu.jsonl", real_steps_table),
         Page(ROOT / "docs" / "steps.md", "steps summary", RESULTS / "true_steps_cpu.jsonl", true_steps_summary),
         Page(ROOT / "docs" / "steps.md", "steps table", RESULTS / "true_steps_cpu.jsonl", true_steps_table),
+        Page(ROOT / "docs" / "steps.md", "cuda summary", RESULTS / "true_steps_cuda.jsonl", true_steps_cuda_summary),
+        Page(ROOT / "docs" / "steps.md", "cuda table", RESULTS / "true_steps_cuda.jsonl", true_steps_cuda_table),
         Page(HOW_TO / "long-sequences.md", "long", RESULTS / "long_sequences_cpu.jsonl", long_table),
         Page(ROOT / "docs" / "doctor.md", "checks", None, lambda _: registry.table()),
         Page(ROOT / "docs" / "doctor.md", "bugs", RESULTS / "doctor_bugs_cpu.jsonl", bugs_table),

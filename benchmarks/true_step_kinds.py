@@ -102,7 +102,8 @@ class Net(nn.Module):
 
 
 def data(i: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(i))
+    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(i), device="cpu")
+    return (scale * numbers).to(torch.get_default_device())
 
 
 def usual(
@@ -122,7 +123,7 @@ def usual(
             y = x.roll(1, 1)
             training.batch = [x, y]
             with training.measured():
-                with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                with torch.autocast(torch.get_default_device().type, torch.bfloat16) if autocast else nullcontext():
                     loss = F.mse_loss(model(x), y) / accumulate
                 loss.backward()
             losses.append(loss.detach())
@@ -561,7 +562,8 @@ def held_output(checkpointed: bool) -> Training:
 
     def losses(i: int, training: Training) -> Iterator[torch.Tensor]:
         x = data(i, TOKENS, WIDTH)
-        target = torch.randint(16 * WIDTH, (TOKENS,), generator=torch.Generator().manual_seed(i))
+        numbers = torch.Generator().manual_seed(i)
+        target = torch.randint(16 * WIDTH, (TOKENS,), generator=numbers, device="cpu").to(x.device)
         training.batch = [x, target]
         logits = model(x)
         loss = F.cross_entropy(logits, target)

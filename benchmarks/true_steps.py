@@ -3,6 +3,7 @@
     python benchmarks/true_steps.py                       all kinds; about ten minutes
     python benchmarks/true_steps.py --kinds maml adamw    some of them: the other lines of the file stay
     python benchmarks/true_steps.py --quick               fewer steps, nothing written unless --out says where
+    python benchmarks/true_steps.py --device cuda         peaks and bits of a GPU, or of the CUDA stand-in; no times
 
 Each kind is a process of its own, on one thread. There the same training runs plain, under ``torch.utils.checkpoint``
 around each block where that works, and under ``lowtide.fit(model, budget=...)`` without a batch, with the peak that
@@ -10,7 +11,8 @@ checkpointing takes as its budget. Where checkpointing does not work, or takes m
 budget is what is resident and 60 % of the rest of the plain peak.
 
 - Peaks: the allocator's, of each step, on top of what is resident before it (weights, gradients, optimizer states, the
-  batch). The predicted one is that of the plan that the step ran under.
+  batch). The predicted one is that of the plan that the step ran under. On CUDA: what ``torch.cuda.
+  max_memory_allocated()`` says after each step, with one training at a time on the device.
 - Times: processor time, steps of the trainings in turn, medians. Where a step ends with the next one's call, lowtide
   would see the plain steps in between: there the trainings are timed one after the other.
 - Bits: losses of each step and the weights after all of them, against the plain training's.
@@ -31,20 +33,22 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from provenance import provenance
 from result_lines import replace_lines
+from stand_in import is_cuda_stand_in
 from step_probe import resident_bytes
 from true_step_kinds import KINDS, Kind, Training
 
 import lowtide
-from lowtide.measurement.allocator import measuring
+from lowtide.measurement.allocator import measuring, seen_on_cpu
 from lowtide.tracing.bits import same_bits
 from lowtide.tracing.operators import allocated_bytes, storage_of, tensors_in
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "true_steps_cpu.jsonl"
+RESULTS = HERE / "results"
 FRACTION = 0.6
 MOST_OF_PLAIN = 0.9  # where checkpointing takes more, it is no budget
 STEPS, PLANNED_AFTER, ROUNDS = 10, 4, 7
@@ -58,11 +62,12 @@ def main() -> int:
     if args.here:
         torch.set_num_threads(1)
         warnings.filterwarnings("ignore", message=".*create_graph=True.*")
-        print(json.dumps(line(chosen[0], rounds=2 if args.quick else ROUNDS)), flush=True)
+        rounds = 2 if args.quick else ROUNDS
+        print(json.dumps(line_on_cuda(chosen[0]) if args.device == "cuda" else line(chosen[0], rounds=rounds)))
         return 0
     lines = []
     for kind in chosen:
-        lines.append(_in_process(kind, quick=args.quick))
+        lines.append(_in_process(kind, args.device, quick=args.quick))
         print(told(lines[-1]), file=sys.stderr, flush=True)
     if args.out is None:
         print("".join(json.dumps(found) + "\n" for found in lines), end="")
@@ -76,12 +81,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--kinds", nargs="+", choices=[kind.name for kind in KINDS], metavar="KIND", help="some of them"
     )
-    parser.add_argument("--out", type=Path, help=f"default {RESULTS.relative_to(HERE.parent)}; with --quick stdout")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the steps run")
+    parser.add_argument("--out", type=Path, help="default results/true_steps_DEVICE.jsonl; with --quick stdout")
     parser.add_argument("--quick", action="store_true", help="fewer steps, to see that it runs")
     parser.add_argument("--here", action="store_true", help="one kind, in this process, its line to stdout")
     args = parser.parse_args()
     if args.out is None and not args.quick:
-        args.out = RESULTS
+        args.out = RESULTS / f"true_steps_{args.device}.jsonl"
     return args
 
 
@@ -89,8 +95,9 @@ def _write(out: Path, lines: list[dict]) -> None:
     replace_lines(out, lines, by="kind", order=[kind.name for kind in KINDS])
 
 
-def _in_process(kind: Kind, *, quick: bool) -> dict:
-    command = [sys.executable, __file__, "--here", "--kinds", kind.name, *(["--quick"] if quick else [])]
+def _in_process(kind: Kind, device: str, *, quick: bool) -> dict:
+    command = [sys.executable, __file__, "--here", "--kinds", kind.name, "--device", device]
+    command += ["--quick"] if quick else []
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOWTIDE_CACHE_DIR": cache, "MALLOC_MMAP_MAX_": "0"}
         environment["MALLOC_TRIM_THRESHOLD_"] = str(1 << 40)  # memory stays: page faults flatter lean plans
@@ -103,7 +110,7 @@ def _in_process(kind: Kind, *, quick: bool) -> dict:
                 return json.loads(done.stdout.splitlines()[-1])
         except subprocess.TimeoutExpired as error:
             status, errors = f"no end after {LIMIT_S} s", str(error.stderr or "")
-    failure = {"benchmark": "true_steps_cpu", "kind": kind.name, "what": kind.what, "status": status}
+    failure = {"benchmark": f"true_steps_{device}", "kind": kind.name, "what": kind.what, "status": status}
     return failure | {"error": errors.splitlines()[-20:]} | provenance()
 
 
@@ -115,7 +122,8 @@ class Run:
 
     def __init__(self, make: Callable[[bool], Training], *, checkpointed: bool = False) -> None:
         torch.manual_seed(0)
-        self.training = make(checkpointed)
+        with seen_on_cpu():  # DDP frees in its second step what it makes here
+            self.training = make(checkpointed)
         self.training.measured = self._measured
         self.fit: lowtide.Fit | None = None
         self.losses: list[torch.Tensor] = []
@@ -125,13 +133,17 @@ class Run:
         self.parts_by_step: list[int] = []
         self.seconds: list[float] = []  # of processor time, of steps whose peak nobody measured
         self.counts_peaks = True
+        self.status: lowtide.Status | None = None  # after all steps of a fitted training
+        self.others_bytes = 0  # on the device: what trainings before this one have left in cycles through C++
+        self.left_bytes = 0  # what was resident after the last step
+        self._weights: list[torch.Tensor] | None = None
         self._steps = 0
 
     def step(self) -> None:
         torch.manual_seed(1000 + self._steps)
         gc.collect()  # else garbage that the step frees would count as freed by it
         parts, began = len(self.peaks), time.process_time()
-        self.losses += [loss.clone() for loss in self.training.step(self._steps)]
+        self.losses += [loss.to("cpu", copy=True) for loss in self.training.step(self._steps)]
         if self.counts_peaks:
             self.parts_by_step.append(len(self.peaks) - parts)
         else:
@@ -143,11 +155,17 @@ class Run:
         if not self.counts_peaks:
             yield
             return
-        before, planned = self.resident_bytes(), self._planned_steps
-        with measuring("cpu") as counter:
+        planned = self._planned_steps
+        if torch.get_default_device().type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
             yield
-        assert counter is not None
-        self.peaks.append(before + counter.peak)
+            self.peaks.append(torch.cuda.max_memory_allocated() - self.others_bytes)
+        else:
+            before = self.resident_bytes()
+            with measuring("cpu") as counter:
+                yield
+            assert counter is not None
+            self.peaks.append(before + counter.peak)
         used = self._planned_steps > planned and self.fit is not None
         self.under_plan.append(used)
         self.predicted.append(self._predicted_bytes() if used else None)
@@ -156,7 +174,7 @@ class Run:
         """Of the plan that the last step ran under, if that was made for a batch of these sizes."""
         assert self.fit is not None
         plan, sizes = self.fit.plan, str(list(self.training.batch[0].shape)).replace(" ", "")
-        return plan.predicted_peak_bytes if sizes in plan.calls[0].replace(" ", "") else None
+        return plan.measurable_peak_bytes - self.others_bytes if sizes in plan.calls[0].replace(" ", "") else None
 
     def resident_bytes(self) -> int:
         model = self.training.model
@@ -171,8 +189,17 @@ class Run:
     def _planned_steps(self) -> int:
         return 0 if self.fit is None else self.fit.status().planned_steps
 
+    def weights(self) -> list[torch.Tensor]:
+        return list(self.training.model.state_dict().values()) if self._weights is None else self._weights
+
+    def keep_results(self) -> None:
+        """The weights move to the host, the training goes."""
+        self.left_bytes = self.resident_bytes()
+        self._weights = [tensor.cpu() for tensor in self.weights()]
+        del self.training, self.fit
+
     def same_as(self, other: Run) -> bool:
-        mine, others = self.training.model.state_dict().values(), other.training.model.state_dict().values()
+        mine, others = self.weights(), other.weights()
         losses = len(self.losses) == len(other.losses) and all(map(same_bits, self.losses, other.losses))
         return losses and all(map(same_bits, mine, others))
 
@@ -192,49 +219,100 @@ def line(kind: Kind, *, rounds: int) -> dict:
         if checkpointed is not None:
             checkpointed.seconds = before["checkpointed"].seconds
     start = plain.resident_bytes()
-    plain_peak = max(plain.peaks)
-    budget = start + int(FRACTION * (plain_peak - start))
-    if checkpointed is not None and max(checkpointed.peaks) < MOST_OF_PLAIN * plain_peak:
-        budget = max(checkpointed.peaks)
-    if kind.of_plain is not None:
-        budget = int(kind.of_plain * plain_peak)
+    budget = _budget(kind, start, plain, checkpointed)
     ours, watched = Run(kind.make), Run(kind.make)
-    ours.fit = _fitted(ours, budget)
-    for i in range(STEPS):
-        ours.step()
-        if i == PLANNED_AFTER - 1:
-            ours.fit.wait(120)
-    status, plan = ours.fit.status(), ours.fit.plan if ours.fit.plans else None
+    _train_fitted(ours, budget)
+    plan = ours.fit.plan if ours.fit.plans else None
     equal = plain.same_as(ours)
     if kind.ends_late:
         _timed({"lowtide": ours}, rounds)
         ours.fit.remove()
-    watched.fit = _fitted(watched, budget)
+    watched.fit = lowtide.fit(watched.training.model, budget=budget, optimizer=watched.training.optimizers)
     watched.fit._lifecycle.plans_by_shape.request = lambda *_, **__: None  # nobody plans
     for _ in range(3):
         watched.step()
     runs = {"plain": plain, "checkpointed": checkpointed, "lowtide": ours, "unplanned": watched}
     _timed({name: run for name, run in runs.items() if run is not None and not run.seconds}, rounds)
-    planned = [peak for peak, under in zip(ours.peaks, ours.under_plan) if under]
-    unplanned = [peak for peak, under in zip(ours.peaks, ours.under_plan) if not under]
-    errors = [(peak - of) / of for peak, of in zip(ours.peaks, ours.predicted) if of is not None]
     for run in (ours, watched):
         run.fit.remove()
-    return {
-        "benchmark": "true_steps_cpu", "kind": kind.name, "what": kind.what, "status": "ok",
-        "bitwise_equal": equal, "start_bytes": start, "plain_peak_bytes": plain_peak, "budget_bytes": budget,
-        "checkpointed_peak_bytes": None if checkpointed is None else max(checkpointed.peaks),
+    found = {
+        "bitwise_equal": equal,
         "checkpointed_equal": None if checkpointed is None else bool(
             all(map(same_bits, plain.losses[: len(checkpointed.losses)], checkpointed.losses[: len(plain.losses)]))),
         "watched_peak_share": max(watched.peaks) / budget,
+        "predicted_overhead": None if plan is None else plan.predicted_overhead,
+        "step_ms": {name: 1e3 * statistics.median(run.seconds) for name, run in runs.items() if run is not None},
+    }  # fmt: skip
+    return _found("cpu", kind, start, budget, plain, checkpointed, ours) | found | provenance()
+
+
+def line_on_cuda(kind: Kind) -> dict:
+    """Run the kind in this process, one training at a time, for what the device's allocator counts is all of them."""
+    torch.set_default_device("cuda")
+    torch.zeros(8, 8, requires_grad=True).mm(torch.zeros(8, 8)).sum().backward()  # cuBLAS' workspaces are there now
+
+    def trained(train: Callable[[Run], None], *, checkpointed: bool = False) -> Run:
+        others = torch.cuda.memory_allocated() - start
+        run = Run(kind.make, checkpointed=checkpointed)
+        run.others_bytes = others
+        train(run)
+        if run.fit is not None:
+            run.fit.remove()
+        run.keep_results()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return run
+
+    def steps(run: Run) -> None:
+        for _ in range(STEPS):
+            run.step()
+
+    start = torch.cuda.memory_allocated()
+    plain = trained(steps)
+    checkpointed = trained(steps, checkpointed=True) if kind.checkpoints else None
+    budget = _budget(kind, start + plain.left_bytes, plain, checkpointed)
+    ours = trained(lambda run: _train_fitted(run, budget))
+    found = _found("cuda", kind, start + plain.left_bytes, budget, plain, checkpointed, ours)
+    name = torch.cuda.get_device_name()
+    device = f"CUDA's stand-in for an {name}" if is_cuda_stand_in() else name
+    return found | {"bitwise_equal": plain.same_as(ours)} | provenance() | {"device": device}
+
+
+def _budget(kind: Kind, start: int, plain: Run, checkpointed: Run | None) -> int:
+    plain_peak = max(plain.peaks)
+    if kind.of_plain is not None:
+        return int(kind.of_plain * plain_peak)
+    if checkpointed is not None and max(checkpointed.peaks) < MOST_OF_PLAIN * plain_peak:
+        return max(checkpointed.peaks)
+    return start + int(FRACTION * (plain_peak - start))
+
+
+def _train_fitted(run: Run, budget: int) -> None:
+    """All steps; with the optimizers, else nothing is known of their state before the first one."""
+    run.fit = lowtide.fit(run.training.model, budget=budget + run.others_bytes, optimizer=run.training.optimizers)
+    for i in range(STEPS):
+        run.step()
+        if i == PLANNED_AFTER - 1:
+            run.fit.wait(120)
+    run.status = run.fit.status()
+
+
+def _found(
+    device: str, kind: Kind, start: int, budget: int, plain: Run, checkpointed: Run | None, ours: Run
+) -> dict[str, Any]:
+    """What the peaks of the fitted training were."""
+    planned = [peak for peak, under in zip(ours.peaks, ours.under_plan) if under]
+    unplanned = [peak for peak, under in zip(ours.peaks, ours.under_plan) if not under]
+    errors = [(peak - of) / of for peak, of in zip(ours.peaks, ours.predicted) if of is not None]
+    return {
+        "benchmark": f"true_steps_{device}", "kind": kind.name, "what": kind.what, "status": "ok",
+        "start_bytes": start, "plain_peak_bytes": max(plain.peaks), "budget_bytes": budget,
+        "checkpointed_peak_bytes": None if checkpointed is None else max(checkpointed.peaks),
         "peaks": ours.peaks, "predicted": ours.predicted, "planned_parts": len(planned), "parts": len(ours.peaks),
         "largest_error": max(errors, key=abs, default=None),
         "planned_peak_share": max((peak / budget for peak in planned), default=None),
         "unplanned_peak_share": max((peak / budget for peak in unplanned), default=None),
-        "predicted_overhead": None if plan is None else plan.predicted_overhead,
-        "step_ms": {name: 1e3 * statistics.median(run.seconds) for name, run in runs.items() if run is not None},
-        "reasons": list(status.reasons), "why_not": status.why_not,
-        **provenance(),
+        "reasons": list(ours.status.reasons), "why_not": ours.status.why_not,
     }  # fmt: skip
 
 
@@ -245,11 +323,6 @@ def _timed(runs: dict[str, Run | None], rounds: int) -> None:
             if run is not None:
                 run.counts_peaks = False
                 run.step()
-
-
-def _fitted(run: Run, budget: int) -> lowtide.Fit:
-    """Without a batch, with the optimizers: else nothing is known of their state before the first step."""
-    return lowtide.fit(run.training.model, budget=budget, optimizer=run.training.optimizers)
 
 
 def told(found: dict) -> str:
@@ -263,8 +336,8 @@ def told(found: dict) -> str:
         "of budget planned {}, unplanned {}".format(*(_percent(found[f"{p}_peak_share"]) for p in PARTS)),
         f"plain {found['plain_peak_bytes'] / found['budget_bytes']:.2f}",
     ]
-    plain = found["step_ms"]["plain"]
-    shown += [f"{name} x{ms / plain:.2f}" for name, ms in found["step_ms"].items() if name != "plain"]
+    ms = found.get("step_ms", {})
+    shown += [f"{name} x{ms[name] / ms['plain']:.2f}" for name in ms if name != "plain"]
     return "\n".join([f"{name} {', '.join(shown)}", *(f"    {r}" for r in (found["why_not"], *found["reasons"]) if r)])
 
 

@@ -13,6 +13,7 @@ from lowtide.graph.writes import ops_written_under
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.simulation import simulator
 from lowtide.solvers import graph_queries
+from lowtide.tracing import optimizer_steps
 from lowtide.tracing.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,10 +44,12 @@ def written_unseen(p: torch.Tensor) -> None:
     p.data.add_(p.grad, alpha=-1e-2)
 
 
-def train(model: nn.Module, fit: lowtide.Fit | None = None) -> tuple[list[torch.Tensor], list[int]]:
+def train(
+    model: nn.Module, fit: lowtide.Fit | None = None, *, steps: int = STEPS
+) -> tuple[list[torch.Tensor], list[int]]:
     """Losses, and the peak of each step beside what is resident."""
     losses, peaks = [], []
-    for i in range(STEPS):
+    for i in range(steps):
         batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i))
 
         def step(batch: torch.Tensor = batch) -> None:
@@ -112,3 +115,105 @@ def test_what_is_made_from_a_bias_that_is_written_early_stays(monkeypatch):
     plan = lowtide.solve(replace(graph), costs, budget)  # a copy: nothing is known of it
     with lowtide.apply(unguarded, plan), pytest.raises(ReplayError, match="changed in place afterwards"):
         train(unguarded)
+
+
+class OwnKernels(torch.optim.SGD):
+    """Writes as a library with kernels of its own does: no dispatcher sees it, and no version counts it."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.detach().numpy()[...] *= 0.999
+
+
+def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """One operator writes all of them, and counts no version."""
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def model_whose_first_bias_is_stepped_early(make) -> nn.Module:
+    """Autograd stores no bias: plain training never looks at it again."""
+    model = model_that_steps(written)
+    first = model[1].bias
+    optimizer = make([first])
+
+    def step_first(_: torch.Tensor) -> None:
+        first.grad = torch.ones_like(first)
+        optimizer.step()
+        first.grad = None
+
+    model[-2].weight.register_post_accumulate_grad_hook(step_first)
+    return model
+
+
+def test_a_fused_step_is_followed():
+    plain, ours = (model_whose_first_bias_is_stepped_early(fused) for _ in range(2))
+    losses, peaks = train(plain)
+    with lowtide.fit(ours, budget=resident_bytes(ours) + ROWS * WIDTH * 4 + int(0.5 * max(peaks))) as fit:
+        found, _ = train(ours, fit)
+        assert fit.status().planned_steps
+    assert all(map(torch.equal, losses, found))
+    assert all(map(torch.equal, plain.parameters(), ours.parameters()))
+
+
+@pytest.mark.parametrize("make", [fused, lambda p: OwnKernels(p, lr=1.0)], ids=["fused", "own kernels"])
+def test_a_replay_after_a_step_that_no_version_counts_is_refused(monkeypatch, make):
+    _, peaks = train(model_that_steps(written))
+    budget = resident_bytes(model_that_steps(written)) + ROWS * WIDTH * 4 + int(0.4 * max(peaks))
+    like = model_that_steps(written)  # its plan reads the bias when the others' is written already
+    with lowtide.fit(like, budget=budget) as fit:
+        train(like, fit)
+        plan = fit.plan
+    guarded, unguarded = (model_whose_first_bias_is_stepped_early(make) for _ in range(2))
+    with lowtide.apply(guarded, plan), pytest.raises(ReplayError, match="changed in place afterwards"):
+        train(guarded)
+    monkeypatch.setattr(optimizer_steps, "written_since", lambda *given, **named: False)
+    with lowtide.apply(unguarded, plan):
+        train(unguarded, steps=1)
+    train(once := model_whose_first_bias_is_stepped_early(make), steps=1)
+    assert not all(map(torch.equal, once.parameters(), unguarded.parameters()))
+
+
+def test_fused_kernels_keep_nothing_from_being_made_again(monkeypatch):
+    """They count no version: only that an optimizer stepped tells that the weights have not been written unseen."""
+
+    def stepping() -> nn.Module:
+        model = model_that_steps(lambda p: None)
+        for p in model.parameters():
+            p._post_accumulate_grad_hooks.clear()
+            optimizer = fused([p])
+
+            def step(p: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            p.register_post_accumulate_grad_hook(step)
+        return model
+
+    def fixed() -> int:
+        model = stepping()
+        with lowtide.fit(model, budget="1GiB") as fit:
+            train(model, fit)
+            return sum(bool(s.fixed) for s in fit.graph.storages if s.kind in ("parameter", "activation"))
+
+    assert fixed() == 0
+    monkeypatch.setattr(optimizer_steps, "written_since", lambda *given, **named: False)
+    assert fixed() > 6
+
+
+def test_a_step_without_a_plan_refuses_what_own_kernels_have_written(monkeypatch):
+    def train_both() -> None:
+        plain, ours = (model_whose_first_bias_is_stepped_early(lambda p: OwnKernels(p, lr=1.0)) for _ in range(2))
+        losses, peaks = train(plain)
+        budget = resident_bytes(ours) + ROWS * WIDTH * 4 + int(0.35 * max(peaks))
+        with lowtide.fit(ours, budget=budget) as fit:
+            fit._lifecycle.plans_by_shape.request = lambda *_, **__: None  # nobody plans
+            found, _ = train(ours, fit)
+        assert all(map(torch.equal, losses, found))
+        assert all(map(torch.equal, plain.parameters(), ours.parameters()))
+
+    with pytest.raises(ReplayError, match="changed in place afterwards"):
+        train_both()
+    monkeypatch.setattr(optimizer_steps, "written_since", lambda *given, **named: False)
+    with pytest.raises(ReplayError, match="other bits"):  # of a replay that is checked: one in 17
+        train_both()

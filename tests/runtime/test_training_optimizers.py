@@ -4,11 +4,11 @@ import pytest
 import torch
 from support.watched_training import Layered, batch_of, resident_bytes
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.runtime.training_optimizers import TrainingOptimizers
+from lowtide.tracing import optimizer_steps
 from lowtide.tracing.optimizer_group import OptimizerGroup
 from lowtide.tracing.optimizer_state import checked_optimizer, existing_state_bytes, optimizer_bytes
 from lowtide.tracing.recorder import Recorder
@@ -75,12 +75,12 @@ def test_an_optimizer_of_another_model_is_none_of_this_one():
     assert known.all() is own
 
 
-def test_the_hook_goes_with_the_fit():
-    before = dict(_global_optimizer_post_hooks)
+def test_who_observes_goes_with_the_fit():
+    before = list(optimizer_steps._observers)
     fit = lowtide.fit(Layered(), budget="1GiB")
-    assert len(_global_optimizer_post_hooks) == len(before) + 1
+    assert len(optimizer_steps._observers) == len(before) + 1
     fit.remove()
-    assert dict(_global_optimizer_post_hooks) == before
+    assert optimizer_steps._observers == before
 
 
 def test_what_fit_was_given_stays_and_others_join_it():

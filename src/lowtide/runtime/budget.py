@@ -15,6 +15,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.runtime.reserved_memory import bytes_for_segments
 from lowtide.runtime.training_optimizers import TrainingOptimizers
 from lowtide.solvers.arguments import absolute_bytes
+from lowtide.tracing.data_parallel import unseen_bucket_bytes
 from lowtide.tracing.model_facts import device_of
 from lowtide.tracing.operators import allocated_bytes, gradient_of, storage_of, tensors_in
 from lowtide.tracing.optimizer_state import existing_state_bytes, state_tensors
@@ -191,4 +192,5 @@ class StepBudget:
             *tensors_in(batch),
         ]
         storages = {s._cdata: s for t in plain_tensors(*tensors) if (s := storage_of(t)) is not None}
-        return sum(allocated_bytes(s) for s in storages.values() if torch.device(s.device) == self.device)
+        seen = sum(allocated_bytes(s) for s in storages.values() if torch.device(s.device) == self.device)
+        return seen + unseen_bucket_bytes(model)

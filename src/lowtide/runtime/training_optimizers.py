@@ -1,7 +1,6 @@
 """The optimizers that train a model: those that ``fit`` was given, and whichever step parameters of it.
 
-PyTorch tells of every step of every ``torch.optim.Optimizer`` (``register_optimizer_step_post_hook``). So what an
-optimizer keeps is known after its first step, also where nobody has passed it.
+What an optimizer keeps is known after its first step (``optimizer_steps.py``), also where nobody has passed it.
 """
 
 import weakref
@@ -9,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide.tracing.module_calls import never_compiled
+from lowtide.tracing import optimizer_steps
 from lowtide.tracing.optimizer_group import OptimizerGroup
 from lowtide.tracing.optimizer_state import checked_optimizer
 
@@ -36,16 +34,12 @@ class TrainingOptimizers:
 
     def observe(self) -> Callable[[], None]:
         """Note optimizers as they step; returns what ends that."""
-
-        @never_compiled
-        def note(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if optimizer not in self._known:
-                self._known.add(optimizer)
-                self._note(optimizer)
-
-        return register_optimizer_step_post_hook(note).remove
+        return optimizer_steps.observe(self._note)
 
     def _note(self, optimizer: Any) -> None:
+        if optimizer in self._known:
+            return
+        self._known.add(optimizer)
         model = self._model()
         own = set() if model is None else {id(p) for p in model.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):

@@ -10,6 +10,7 @@ from torch import nn
 from lowtide.device.generators import set_state, state_of, with_state
 from lowtide.device.numeric_flags import numeric_flags, with_numeric_flags
 from lowtide.tape.storage_bits import SealsOnDevice
+from lowtide.tracing import optimizer_steps
 from lowtide.tracing.sharding.windows import OpenWindows
 from lowtide.tracing.sharding.zero3 import gathered_parameters_of
 from lowtide.tracing.subclasses import WrapperVersions, wrapped_parameters
@@ -49,6 +50,7 @@ class ExecutionState:
         on_difference: In a rehearsal: called with each op whose replay gives other bits, which is no error there.
         knows_passes: The plan counts replays over all backward passes of the step (``Plan.passes``).
         stream: In a step without a plan on an accelerator: where the forward pass runs, and so replays.
+        steps_before: How many steps of optimizers had been seen before the forward pass.
         seals: On a device: what is sealed there, once something is.
     """
 
@@ -60,6 +62,7 @@ class ExecutionState:
         "knows_passes",
         "on_difference",
         "seals",
+        "steps_before",
         "stream",
         "windows",
     )
@@ -75,6 +78,8 @@ class ExecutionState:
         self.on_difference: Callable[[Any], None] | None = None
         self.stream: torch.Stream | None = None
         self.knows_passes = False
+        optimizer_steps.watch()
+        self.steps_before = optimizer_steps.count
 
     @property
     def is_sharded(self) -> bool:

@@ -33,6 +33,7 @@ from lowtide.tape.values import (
     sharing_version,
     value_of,
 )
+from lowtide.tracing import optimizer_steps
 from lowtide.tracing.operators import omitted_in_replay, storage_of, tensors_in
 
 _PLAIN_TYPES = frozenset({int, float, bool, type(None)})
@@ -150,6 +151,8 @@ class Recipe(Value):
         if kind is Kept:
             if argument.version >= 0 and argument.tensor._version != argument.version:
                 raise _unreadable(self, argument)
+            if optimizer_steps.count != self.run.steps_before and self._is_stepped(argument.tensor):
+                raise _unreadable(self, argument)
             return argument.tensor
         if kind is GatheredView:
             assert self.run.gathered is not None
@@ -215,6 +218,10 @@ class Recipe(Value):
                 self._check_seal(value, value.tensor, spoilt)
             if final:
                 value.make_final()
+
+    def _is_stepped(self, tensor: Tensor) -> bool:
+        """An optimizer has written what this op has read, and its kernels count no version."""
+        return optimizer_steps.written_since(self.run.steps_before, tensor)
 
     def _check_seal(self, value: Value, tensor: Tensor, spoilt: bool) -> None:
         seal = value.seal

@@ -43,6 +43,15 @@ def ddp_bucket_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
+def unseen_bucket_bytes(model: nn.Module) -> int:
+    """Bytes of DDP's buckets that no gradient there is now is a view of."""
+    wrapper = ddp_wrapper_of(model)
+    if wrapper is None:
+        return 0
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return sum(p.nbytes for p in trained if p.grad is None or not wrapper.gradient_as_bucket_view)
+
+
 def gradients_are_buckets(model: nn.Module) -> bool:
     """Gradients are views of DDP's buckets, which stay when ``zero_grad`` lets go of the gradients."""
     wrapper = ddp_wrapper_of(model)

@@ -52,8 +52,8 @@ def optimizer_bytes(optimizer: Any, parameters: list[nn.Parameter]) -> tuple[int
             ``checked_optimizer``.
     """
     optimizer = checked_optimizer(optimizer)
-    if optimizer is None or not parameters:
-        return 0, 0
+    if optimizer is None or not parameters:  # backward may have freed the gradients: what is there counts
+        return existing_state_bytes(optimizer), 0
     device = parameters[0].device
     kernels, block = kernels_on(device), in_blocks(1, device.type)
     if isinstance(optimizer, str):

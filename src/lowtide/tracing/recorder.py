@@ -21,7 +21,7 @@ from lowtide.errors import UnsupportedModelError
 from lowtide.graph.step_graph import Op
 from lowtide.measurement.allocator import measuring
 from lowtide.measurement.op_inputs import describe
-from lowtide.tracing import subclasses
+from lowtide.tracing import optimizer_steps, subclasses
 from lowtide.tracing.backward_entry import in_last_backward, is_autograds_own
 from lowtide.tracing.compiled_regions import CompiledRegions
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignmentGuard
@@ -95,6 +95,8 @@ class Recorder(UncompiledMode):
             int, None
         ] = {}  # storages, in order, that the step writes (``p.data.mul_(...)``, mostly)
         self.parameters: dict[int, torch.Tensor] = {}  # by storage
+        optimizer_steps.watch()
+        self._steps_before = optimizer_steps.count
         self.made_state_bytes = 0  # of an optimizer's state
         self._end: tuple[Mark, int] | None = None  # of the last backward: what there was then, and parameters written
         self._steps_in_backward: dict[int, tuple[int, int]] = {}  # by storage: the version before, and writes since
@@ -376,12 +378,16 @@ class Recorder(UncompiledMode):
     def settle_writes(self) -> None:
         """A backward is over: what it has written unseen (``p.data``) no replay may read, not even before that.
 
-        A write that counts a version is found by a replay that comes too late.
+        A write that counts a version is found by a replay that comes too late, and so is an optimizer's step. A step
+        of which no operator shows (a library's own kernels) has no place in the record: what it wrote stays fixed.
         """
-        for storage, (version, writes) in self._steps_in_backward.items():
-            if self.parameters[storage]._version - version < writes:
+        for storage, parameter in self.parameters.items():
+            version, writes = self._steps_in_backward.get(storage, (0, 0))
+            stepped = optimizer_steps.written_since(self._steps_before, parameter, in_backward=True)
+            if stepped != bool(writes) and (stepped or parameter._version - version < writes):
                 self.builder.mark_written(storage)
         self._steps_in_backward.clear()
+        self._steps_before = optimizer_steps.count
 
     def note_end(self) -> None:
         """A backward is over. If it was the last one, the step ends here, and ``cut`` takes out what came later.

@@ -25,6 +25,7 @@ from lowtide.device.generators import GeneratorStates
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.values import GatheredView, Kept, ViewSpec, gathered_view, sharing_version
+from lowtide.tracing import optimizer_steps
 from lowtide.tracing.operators import allocated_bytes, omitted_in_replay, storage_of, tensors_in
 from lowtide.tracing.sharding.windows import NO_WINDOWS
 
@@ -220,7 +221,7 @@ class Recipe:
     @property
     def is_stale(self) -> bool:
         """What it read from outside has been written since. A parameter that is freed will be gathered again."""
-        if self._written or any(map(_is_unreadable, self.outside)):
+        if self._written or any(map(self._is_unreadable, self.outside)):
             return True
         return any(self._why_not_gathered(read) == "changed" for read in self.gathered)
 
@@ -232,7 +233,7 @@ class Recipe:
     def why_stale(self) -> ReplayError | None:
         """The error for what it read from outside and cannot read any more; None if it still can."""
         for kept in self.outside:
-            if self._written or _is_unreadable(kept):
+            if self._written or self._is_unreadable(kept):
                 return self._cannot_read(kept)
         for read in self.gathered:
             if why := self._why_not_gathered(read):
@@ -252,7 +253,7 @@ class Recipe:
     def _cannot_read(self, read: Kept | GatheredView, why: str = "") -> ReplayError:
         shape = list(read.size if isinstance(read, GatheredView) else read.tensor.shape)
         what = f"{self.name} cannot run again: a tensor of shape {shape} that it read was "
-        if why == "freed" or (type(read) is Kept and not read.changed() and not self._written and not why):
+        if why == "freed" or (type(read) is Kept and _is_taken_away(read) and not why):
             return ReplayError(
                 f"{what}freed afterwards (by FSDP or ZeRO-3, mostly).\nLet it live until backward has used it."
             )
@@ -327,6 +328,13 @@ class Recipe:
             raise UnreadableError("reads a gathered parameter as another type")
         return view
 
+    def _is_unreadable(self, kept: Kept) -> bool:
+        """Written since, or its memory was taken away."""
+        return kept.changed() or self._is_stepped(kept) or _is_taken_away(kept)
+
+    def _is_stepped(self, kept: Kept) -> bool:
+        return optimizer_steps.written_since(self._run.steps_before, kept.tensor)
+
     def _resolved(self, argument: Any, transient: Transient) -> Any:
         kind = type(argument)
         if kind is Argument:
@@ -337,7 +345,7 @@ class Recipe:
                 raise ReplayError(f"{self.name}: what it read is gone.\nThis is a bug in lowtide.")
             return argument.view.view_of(memory)
         if kind is Kept:
-            if _is_unreadable(argument):
+            if self._is_unreadable(argument):
                 raise self._cannot_read(argument)
             return argument.tensor
         if kind is GatheredView:
@@ -347,9 +355,8 @@ class Recipe:
         return [self._resolved(a, transient) for a in argument] if kind is list else argument
 
 
-def _is_unreadable(kept: Kept) -> bool:
-    """Written since, or its memory was taken away."""
-    return kept.changed() or (kept.tensor.numel() > 0 and not kept.tensor.untyped_storage().nbytes())
+def _is_taken_away(kept: Kept) -> bool:
+    return kept.tensor.numel() > 0 and not kept.tensor.untyped_storage().nbytes()
 
 
 class _Completion(NamedTuple):
