@@ -173,6 +173,7 @@ class Lifecycle:
     def around(self, model: nn.Module, args: tuple, kwargs: dict) -> AbstractContextManager[None]:
         """What surrounds a call of the model, or a region that counts as one."""
         if attach.cannot_tape():
+            self._past.note_untaped_call()
             return nullcontext()
         if not torch.is_grad_enabled():
             return self._suspended()

@@ -17,6 +17,15 @@ _ONLY_OTHERS = (
     f"{_MANY_OTHERS} backward passes in a row were of other models. If this one should be training, a copy of it is: "
     "fit that"
 )
+_MANY_CALLS = 10  # and no step came of them
+_UNTAPED = (
+    f"{_MANY_CALLS} calls of the model ran inside torch.func (grad, vjp, vmap and their like) or where saved-tensor "
+    "hooks are forbidden: nothing there is taped, and those steps run as without lowtide"
+)
+_NO_STEP = (
+    f"{_MANY_CALLS} calls of the model with gradients, and no backward of what they returned: no step has been seen. "
+    "Evaluate under torch.no_grad(); fit the model that is trained"
+)
 _SAMPLED = 8  # parameters whose gradients tell that somebody trains the model
 
 
@@ -34,7 +43,7 @@ class PastTraining:
         self._sampled = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // _SAMPLED)]]
         # By the thread that runs a backward: gradients before it. None: they say nothing, another ran at the same time.
         self._before: dict[int, list[tuple[int, int]] | None] = {}
-        self._num_others = 0
+        self._num_others = self._num_calls = self._num_untaped = 0
         self._parameters = [weakref.ref(p) for p in model.parameters()]
         self._trained_at_first = self._trained()
 
@@ -68,10 +77,21 @@ class PastTraining:
         return bytes((p := reference()) is not None and p.requires_grad for reference in self._parameters)
 
     def note_call(self) -> None:
-        """The model was called."""
+        """The model was called, with gradients."""
+        self._num_calls += 1
+        if self._num_calls == _MANY_CALLS and not self._counters.steps:
+            self._reasons.say(_NO_STEP)
+        elif self._num_calls > _MANY_CALLS and self._counters.steps:
+            self._reasons.withdraw(_NO_STEP)
         if self._num_others >= _MANY_OTHERS:
             self._reasons.withdraw(_ONLY_OTHERS)
         self._num_others = 0
+
+    def note_untaped_call(self) -> None:
+        """The model was called where nothing can be taped."""
+        self._num_untaped += 1
+        if self._num_untaped == _MANY_CALLS:
+            self._reasons.say(_UNTAPED)
 
     def note_backward_of_others(self) -> None:
         """Another model's, or a copy's of this one: told where it seems to be instead of this one."""

@@ -76,7 +76,20 @@ class SwitchedMode(UncompiledMode):
 
 def is_on(mode: TorchDispatchMode) -> bool:
     """Whether ``mode`` is on this thread's stack now. Around work of our own all modes are off."""
-    return any(mode_at(n) is mode for n in range(num_modes()))
+    return any(other is mode for other in modes_in_place())
+
+
+def modes_in_place() -> list[TorchDispatchMode]:
+    """This thread's modes, the lowest first."""
+    return [mode_at(n) for n in range(num_modes())]
+
+
+def put_modes(modes: list[TorchDispatchMode]) -> None:
+    """Have these on this thread's stack, and no others."""
+    for _ in range(num_modes()):
+        pop_mode(None)
+    for mode in modes:
+        push_mode(mode)
 
 
 def insert_mode(mode: TorchDispatchMode, num_below: int = 0) -> None:
@@ -91,12 +104,27 @@ def remove_mode(mode: TorchDispatchMode) -> None:
     """Take ``mode`` off this thread's stack, if it is there."""
     if not is_on(mode):
         return
-    modes = [mode_at(n) for n in range(num_modes())]
-    for _ in modes:
-        pop_mode(None)
-    for other in modes:
-        if other is not mode:
-            push_mode(other)
+    put_modes([other for other in modes_in_place() if other is not mode])
+
+
+def hooks_in_place() -> list[Hooks]:
+    """This thread's pairs of hooks, the lowest first."""
+    pairs: list[Hooks] = []
+    while (top := top_hooks(True)) is not None:
+        pairs.append(top)
+        pop_hooks()
+    pairs.reverse()
+    for pair in pairs:
+        push_hooks(*pair)
+    return pairs
+
+
+def put_hooks(pairs: list[Hooks]) -> None:
+    """Have these on this thread's stack, and no others."""
+    while top_hooks(True) is not None:
+        pop_hooks()
+    for pair in pairs:
+        push_hooks(*pair)
 
 
 def insert_hooks(hooks: Hooks, below: Hooks | None = None) -> None:
@@ -112,10 +140,4 @@ def insert_hooks(hooks: Hooks, below: Hooks | None = None) -> None:
 
 def remove_hooks(hooks: Hooks) -> None:
     """Take ``hooks`` off this thread's stack, if they are there."""
-    pairs: list[Hooks] = []
-    while (top := top_hooks(True)) is not None:
-        pairs.append(top)
-        pop_hooks()
-    for pair in reversed(pairs):
-        if pair[0] != hooks[0]:
-            push_hooks(*pair)
+    put_hooks([pair for pair in hooks_in_place() if pair[0] != hooks[0]])

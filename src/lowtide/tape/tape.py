@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowtide.device.dispatch import bytes_of
 from lowtide.device.generators import GeneratorStates
 from lowtide.errors import TierError
+from lowtide.tape import forbidden_hooks
 from lowtide.tape.calls_under_plan import CallUnderPlan
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
@@ -127,6 +128,7 @@ class Tape(SwitchedMode):
 
     def __init__(self, program: PlanProgram, model: nn.Module, tiers: Tiers | None = None) -> None:
         super().__init__()
+        forbidden_hooks.watch()
         self.program = program
         self.tiers = tiers or {}
         self._transfers: Transfers | None = None  # of the present forward pass, if the plan moves anything

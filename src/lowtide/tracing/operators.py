@@ -141,8 +141,13 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The one plain storage under ``tensor``; None for wrappers, sparse, nested, quantised, meta, functorch ones."""
+    """The one plain storage under ``tensor``; None for wrappers, sparse, nested, quantised, meta, functorch ones.
+
+    Forward-mode derivatives that are zero have no memory: their storage is invalid.
+    """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        return None
+    if tensor._is_zerotensor():
         return None
     if type(tensor) is not torch.Tensor and is_wrapper_type(type(tensor)):
         return None

@@ -28,6 +28,7 @@ from lowtide.device.generators import state_bytes
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
 from lowtide.device.streams import current_stream
+from lowtide.tape import forbidden_hooks
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
@@ -99,6 +100,7 @@ class OnlineTape(UncompiledMode):
         known_calls: KnownCalls | None = None,
     ) -> None:
         super().__init__()
+        forbidden_hooks.watch()
         self._model: Callable[[], nn.Module | None] = _no_model if model is None else weakref.ref(model)
         self._wrapped = model is not None and bool(wrapped_parameters(model))
         self.live = LiveBytes()
