@@ -105,7 +105,7 @@ def _made_on_meta(func: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
             results = list(tensors_in(func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))))
     except Exception:
         return None
-    if any(result.device.type != "meta" for result in results):
+    if any(result.device.type != "meta" or result.layout is not torch.strided for result in results):
         return None
     storages = {s._cdata: s.nbytes() for result in results if (s := result.untyped_storage())._cdata not in given}
     return sum(in_blocks(size, device_type) for size in storages.values())
