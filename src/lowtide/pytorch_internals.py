@@ -66,7 +66,8 @@ STEPS = Feature(
         "torch._C._dispatch_tls_is_dispatch_key_excluded", "torch._C._dispatch_tls_set_dispatch_key_excluded",
         "torch._C._dispatch_tls_local_include_set", "torch._C._dispatch_tls_local_exclude_set",
         "torch._C._ForceDispatchKeyGuard", "torch._C._AutoDispatchBelowADInplaceOrView", "torch._C._functorch",
-        "torch._C._are_functorch_transforms_active", "torch._functorch.eager_transforms", "torch._ops", "torch._subclasses.fake_tensor",
+        "torch._C._are_functorch_transforms_active", "torch._functorch.eager_transforms", "torch._ops",
+        "torch._subclasses.fake_tensor",
         # Replays: the state that an op ran under, and memory that nobody else holds.
         "torch._C._DisableAutocast", "torch._C._is_any_autocast_enabled", "torch._C._get_cudnn_allow_tf32",
         "torch._C._get_cudnn_benchmark", "torch._C._get_cudnn_deterministic", "torch._C._get_deterministic_algorithms",
@@ -85,7 +86,8 @@ STEPS = Feature(
         "_compiled_call_impl", "_call_impl", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",  # of modules
         "_c",  # of scripted ones
         "_backward_cls", "_materialize_non_diff_grads", "_sequence_nr",  # of Functions and nodes
-        "_cdata", "_is_view", "_is_zerotensor", "_version", "_post_accumulate_grad_hooks", "_local_tensor",  # of tensors and storages
+        # Of tensors and storages.
+        "_cdata", "_is_view", "_is_zerotensor", "_version", "_post_accumulate_grad_hooks", "_local_tensor",
         # Of FSDP2's states, units and parameters.
         "_fsdp_param_groups", "_get_module_fsdp_state", "_is_root", "_reset_iter_state", "_reshard_after_forward",
         "_post_forward_indices", "_all_gather_result", "_partial_reduce_output", "_partial_reduce_output_layout",
