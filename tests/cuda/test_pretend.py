@@ -241,6 +241,30 @@ def test_steps_of_deepspeed_are_its_engines(tmp_path, quiet):
     assert report.by_kind["optimizer"] >= 2 * WEIGHTS
 
 
+def test_each_stage_of_deepspeeds_pipeline_runs(tmp_path, quiet):
+    """Its batches are steps, and a stage gets its inputs' shapes from the one before it, which runs first."""
+    pytest.importorskip("deepspeed")
+    source = """
+    import deepspeed, torch
+    from deepspeed.pipe import LayerSpec, PipelineModule
+    deepspeed.init_distributed()
+    layers = [LayerSpec(torch.nn.Linear, 64, 64) for _ in range(6)]
+    net = PipelineModule(layers=layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randn(64, 64))
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {}}}
+    config["optimizer"]["params"]["lr"] = 0.1
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), training_data=data, config=config)
+    for _ in range(30):
+        engine.train_batch()
+    """
+    path = script(tmp_path, textwrap.dedent(source))
+
+    command = ["deepspeed", "--num_gpus", "2", path]
+    report = lowtide.pretend(command, "h100", ranks=2, rank=[0, 1], steps=2, time=False, output=quiet)
+
+    assert report.fits and [run.rank for run in report.by_rank] == [0, 1] and len(report.steps) == 2
+
+
 def test_a_script_that_fails_keeps_its_own_error(tmp_path, quiet):
     report = lowtide.pretend(["python", script(tmp_path, "import torch\nraise KeyError('mine')")], output=quiet)
 

@@ -134,7 +134,7 @@ def install(torch: ModuleType, peaks: Peaks, wanted: Request) -> None:
     )
     imports.after_import(  # whose batches are steps
         "deepspeed.runtime.pipe.engine",
-        lambda module: steps.by_engine(module.PipelineEngine, "_exec_optimizer_step", lambda engine: True),
+        lambda module: steps.by_engine(module.PipelineEngine, "train_batch", lambda engine: True),
     )
     _at_exit(torch, peaks, wanted)
 
