@@ -10,6 +10,8 @@ from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_NESTED = "torch.nested."
+
 
 class UncompiledMode(TorchDispatchMode):
     """A mode under which compiled code runs as ever."""
@@ -58,4 +60,9 @@ def is_wrapper_type(kind: type) -> bool:
     Nested tensors do too, of sizes that are symbols: no part of theirs stands for the whole.
     """
     says = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
-    return says and not kind.__module__.startswith("torch.nested.")
+    return says and not kind.__module__.startswith(_NESTED)
+
+
+def is_opened_type(kind: type) -> bool:
+    """An op on tensors of this type comes to ops on plain ones, which a mode sees if it declines the op."""
+    return is_wrapper_type(kind) or kind.__module__.startswith(_NESTED)

@@ -57,6 +57,7 @@ from lowtide.tracing.operators import (
     draws_random_numbers,
     fills_its_storage,
     fingerprint,
+    is_opened_type,
     is_wrapper_type,
     omitted_in_replay,
     storage_of,
@@ -375,7 +376,7 @@ class Tape(SwitchedMode):
     # -- operators ----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if types and not fake_mode_is_on() and any(map(is_wrapper_type, types)):
+        if types and not fake_mode_is_on() and any(map(is_opened_type, types)):
             # Ops on the parts of a wrapper are dispatched again.
             bump_versions_of_parts(func, args, kwargs or {})
             return NotImplemented

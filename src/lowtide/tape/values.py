@@ -22,6 +22,7 @@ from torch._C import DispatchKey
 from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.dispatch import bytes_of
 from lowtide.tape.execution_state import ExecutionState
@@ -291,7 +292,13 @@ def sharing_version(tensor: Tensor) -> Tensor:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """``tensor.detach()``, unseen by dispatch modes: the tape must not take it for an op of the step."""
+    """``tensor.detach()``, unseen by dispatch modes: the tape must not take it for an op of the step.
+
+    Of a subclass that dispatches itself (a nested tensor), whose ``detach`` is Python, modes alone are off.
+    """
+    if type(tensor) is not Tensor and type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        with _disable_current_modes():
+            return tensor.detach()
     before = key_is_excluded(DispatchKey.Python)
     exclude_key(DispatchKey.Python, True)
     try:

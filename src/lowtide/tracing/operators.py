@@ -8,7 +8,8 @@ import torch
 from lowtide.device import values_off, vendor_kernels
 from lowtide.device.block_size import in_blocks
 from lowtide.device.dispatch import bytes_of
-from lowtide.device.dispatch import is_wrapper_type as is_wrapper_type  # offered with the other facts of an op
+from lowtide.device.dispatch import is_opened_type as is_opened_type  # offered with the other facts of an op
+from lowtide.device.dispatch import is_wrapper_type as is_wrapper_type  # likewise
 from lowtide.device.dispatch import tensors_in as tensors_in
 from lowtide.measurement.op_inputs import COLLECTIVES
 

@@ -40,7 +40,7 @@ from lowtide.tracing.operators import (
     fills_its_storage,
     fingerprint,
     gradient_of,
-    is_wrapper_type,
+    is_opened_type,
     may_draw_random_numbers,
     may_write_undeclared,
     omitted_in_replay,
@@ -140,7 +140,7 @@ class Recorder(UncompiledMode):
         builder = self.builder
         if builder.ops_ignored or not builder.recording or func.namespace == "profiler" or subclasses.fake_mode_is_on():
             return func(*args, **kwargs)
-        if types and any(map(is_wrapper_type, types)):
+        if types and any(map(is_opened_type, types)):
             for part in subclasses.bump_versions_of_parts(func, args, kwargs):
                 if (number := self.live.id_of(part)) is not None:
                     builder.end_completion(number)

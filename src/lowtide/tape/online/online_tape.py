@@ -57,6 +57,7 @@ from lowtide.tracing.operators import (
     WRITES,
     draws_random_numbers,
     fills_its_storage,
+    is_opened_type,
     is_wrapper_type,
     may_draw_random_numbers,
     packet_name,
@@ -279,7 +280,7 @@ class OnlineTape(UncompiledMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if types and not fake_mode_is_on() and any(map(is_wrapper_type, types)):
+        if types and not fake_mode_is_on() and any(map(is_opened_type, types)):
             bump_versions_of_parts(func, args, kwargs)
             return NotImplemented
         if self.releaser.busy or self.problem or func.namespace == "profiler" or fake_mode_is_on():
