@@ -1,6 +1,6 @@
 """Dispatch modes of lowtide's own, what they look through, and work that no mode sees."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NESTED = "torch.nested."
+_NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
 
 
 class UncompiledMode(TorchDispatchMode):
@@ -52,6 +53,18 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
+
+
+def tensors_of(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """``tensors_in`` what an operator is given or returns, several times as fast."""
+    found: list[torch.Tensor] = []
+    for argument in arguments:
+        kind = type(argument)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            found.append(argument)
+        elif kind not in _NO_TENSORS:
+            found += tensors_in(argument)
+    return found
 
 
 def is_wrapper_type(kind: type) -> bool:

@@ -173,12 +173,15 @@ class WatchedStep(OnlineTape):
         if self._counts_inputs and len(builder.storages) > self._num_looked_at:
             self._count_inputs((args, kwargs))
         if len(builder.ops) > before and not self.problem:
-            self._expected.learn_workspace(self._key, builder.ops[-1].workspace_bytes)
-            self.note_workspace(func, builder.ops[-1].workspace_bytes)
-            self.times.note(builder.ops[-1].signature, is_first=builder.ops[-1].signature >= known)
+            op = builder.ops[-1]
+            if is_first := op.signature >= known:
+                self.learn_workspace(func, args, op.workspace_bytes)
+            if op.workspace_bytes:
+                self.note_workspace(func, op.workspace_bytes)
+            self.times.note(op.signature, is_first=is_first)
             self._op_of[self._number] = len(builder.ops) - 1
             if graph_task() != -1 and torch.is_grad_enabled():
-                self._note_run_again(builder.ops[-1].signature)
+                self._note_run_again(op.signature)
         return result
 
     def _count_inputs(self, given: Any) -> None:

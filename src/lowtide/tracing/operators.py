@@ -11,6 +11,7 @@ from lowtide.device.dispatch import bytes_of
 from lowtide.device.dispatch import is_opened_type as is_opened_type  # offered with the other facts of an op
 from lowtide.device.dispatch import is_wrapper_type as is_wrapper_type  # likewise
 from lowtide.device.dispatch import tensors_in as tensors_in
+from lowtide.device.dispatch import tensors_of as tensors_of
 from lowtide.measurement.op_inputs import COLLECTIVES
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -48,6 +49,8 @@ _CPU_WEIGHTS = torch.arange(1, 1 << 14, 2, dtype=torch.int64, device="cpu")
 # On a device, where kernels have to be launched: a sheet, whose rows and columns are summed before they are weighted.
 # It is flat: for columns of 1024 words CUDA's sum takes a workspace of twice the sheet.
 _ROWS, _COLUMNS = 1 << 9, 1 << 10
+_STRIDED = torch.strided
+_CPU = torch.device("cpu")
 COMMUNICATES = frozenset({*COLLECTIVES, "fsdp"})
 DROPOUT = "dropout_p"
 UNINITIALISED = "makes uninitialised memory"
@@ -62,7 +65,8 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def written_tensors(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    written = written_arguments(func)
+    if not (written := written_arguments(func)):
+        return []
     return [t for i, name in written for t in tensors_in(args[i] if i < len(args) else kwargs.get(name))]
 
 
@@ -119,6 +123,46 @@ def why_not_replayed(func: Any, args: tuple, kwargs: dict) -> str:
     return WRITES if written_arguments(func) else ""
 
 
+class Operator:
+    """What is known of an operator once and for all: asked at each op, looked up once.
+
+    Attributes:
+        name: As ``packet_name`` says it.
+        writes: Its schema names arguments that it writes.
+        random: It may draw random numbers.
+        may_omit: Some call of it leaves out arguments when it is replayed.
+        is_unknown: It is no operator of PyTorch's own, and may write unseen.
+    """
+
+    __slots__ = ("_asks", "_func", "_why", "is_unknown", "may_omit", "name", "random", "writes")
+
+    def __init__(self, func: Any) -> None:
+        self._func, self.name = func, packet_name(func)
+        self.writes, self.random = bool(written_arguments(func)), may_draw_random_numbers(func)
+        self.may_omit = bool(omittable_arguments(func))
+        self.is_unknown = func.namespace not in _OF_PYTORCH
+        arguments = func._schema.arguments
+        self._asks = self.is_unknown or self.name in HIDDEN_BUFFER_WRITERS or any(map(_takes_generator, arguments))
+        self._why = "" if self._asks else why_not_replayed(func, (), {})
+
+    def why_not_replayed(self, args: tuple, kwargs: dict) -> str:
+        return why_not_replayed(self._func, args, kwargs) if self._asks else self._why
+
+
+class _Operators(dict[Any, Operator]):
+    def __missing__(self, func: Any) -> Operator:
+        found = self[func] = Operator(func)
+        return found
+
+
+OPERATORS = _Operators()
+_OF_PYTORCH = frozenset({"aten", "prims"})
+
+
+def _takes_generator(argument: Any) -> bool:
+    return "Generator" in str(argument.type)
+
+
 def may_write_undeclared(func: Any) -> bool:
     """A collective that may write whatever it is given, though its schema names no write."""
     return func.namespace == "c10d" or (func.namespace in COLLECTIVES and packet_name(func).endswith("_"))
@@ -146,7 +190,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
     Forward-mode derivatives that are zero have no memory: their storage is invalid.
     """
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+    if tensor.layout is not _STRIDED or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         return None
     if tensor._is_zerotensor():
         return None
@@ -160,7 +204,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 def allocated_bytes(storage: torch.UntypedStorage) -> int:
     """As the device's allocator counts them."""
-    return in_blocks(storage.nbytes(), storage.device.type)
+    return storage.nbytes() if storage.device == _CPU else in_blocks(storage.nbytes(), storage.device.type)
 
 
 def fills_its_storage(tensor: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from torch._C import _current_graph_task_id as graph_task
 from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch._C import _len_torch_dispatch_stack as num_modes
+from torch._C import _storage_Use_Count as use_count
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.dispatch import UncompiledMode
@@ -44,7 +45,7 @@ from lowtide.tape.online.online_values import (
 )
 from lowtide.tape.online.release import ATTEMPTS, Releaser
 from lowtide.tape.online.replays import chain_of
-from lowtide.tape.online.room import ExpectedBytes
+from lowtide.tape.online.room import ExpectedBytes, Key
 from lowtide.tape.online.sharding import OnlineSharding, copy_before_write, is_closed, read_copies
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
 from lowtide.tracing import module_calls
@@ -52,6 +53,7 @@ from lowtide.tracing.backward_entry import in_last_backward
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignedError, DataAssignmentGuard
 from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.operators import (
+    OPERATORS,
     OVERWRITERS,
     UNINITIALISED,
     WRITES,
@@ -63,8 +65,8 @@ from lowtide.tracing.operators import (
     packet_name,
     storage_of,
     tensors_in,
+    tensors_of,
     why_not_replayed,
-    written_arguments,
     written_tensors,
 )
 from lowtide.tracing.other_hooks import CHECKPOINT, hooks_of_others
@@ -73,8 +75,8 @@ from lowtide.tracing.sharding.windows import NO_WINDOWS, OpenWindows
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 _NOTHING = nullcontext()
+_OWN_REFERENCES = 2  # to a storage that one tensor has: the tensor's, and the storage's Python object
 _OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
-_KNOWN = frozenset({"aten", "prims"})  # other operators may write unseen
 
 
 class OnlineTape(UncompiledMode):
@@ -113,8 +115,7 @@ class OnlineTape(UncompiledMode):
         self._expected = expected or ExpectedBytes()
         self.known_calls = known_calls or KnownCalls()
         self.running_call: OnlineCall | None = None
-        self._room_bytes = 0  # that the present op was given
-        self._key: tuple = ()  # of the last op, in ``_expected``
+        self._last_sizes = (0, 0)  # bytes that the last op read, and made
         self._windows: OpenWindows | None = None  # of a sharded model
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._number = 0
@@ -283,7 +284,7 @@ class OnlineTape(UncompiledMode):
         if types and not fake_mode_is_on() and any(map(is_opened_type, types)):
             bump_versions_of_parts(func, args, kwargs)
             return NotImplemented
-        if self.releaser.busy or self.problem or func.namespace == "profiler" or fake_mode_is_on():
+        if self.releaser.busy or self.problem or fake_mode_is_on() or func.namespace == "profiler":
             return func(*args, **kwargs)
         return self._run_op(func, args, kwargs)
 
@@ -296,8 +297,11 @@ class OnlineTape(UncompiledMode):
             raise
         except Exception as error:  # nothing of ours may end the step
             self.give_up(error)
-        with around:
+        if around is _NOTHING:
             result = self._run_with_room(func, args, kwargs, op)
+        else:
+            with around:
+                result = self._run_with_room(func, args, kwargs, op)
         if op is not None:
             try:
                 self._finish(op, result, self.op_s)
@@ -335,21 +339,37 @@ class OnlineTape(UncompiledMode):
                 op.rng.put_back()
         raise AssertionError("the last attempt returns or raises")
 
-    def make_room_for(self, func: Any, args: tuple, kwargs: dict) -> tuple:
-        """Make room for what ``func`` is about to allocate; a key for ``learn_size``."""
-        key = self._expected.key(func, args)
-        self._room_bytes = self._expected.of(key, func, args, kwargs)
-        self.releaser.make_room(self._room_bytes)
-        return key
+    def make_room_for(self, op: "RunningOp") -> None:
+        """Make room for what ``op`` is about to allocate."""
+        expected, releaser = self._expected, self.releaser
+        op.read_bytes = sum([t.nbytes for t in op.inputs])
+        if not op.facts.may_omit and releaser.has_room(expected.at_most(op.func, op.read_bytes)):
+            return
+        op.key = key = expected.key(op.func, op.args)
+        op.room_bytes = expected.of(key, op.func, op.args, op.kwargs)
+        releaser.make_room(op.room_bytes)
 
     def make_room_for_call(self, size: int) -> None:
         """A call is about to run, of which operators do not show what it allocates, or again for a proof."""
         self.releaser.make_room(size)
         self.live.peak = max(self.live.peak, self.live.now + size)
 
-    def learn_size(self, key: tuple, made_bytes: int) -> None:
-        self._expected.learn(key, made_bytes)
-        self._key = key
+    def learn_size(self, op: "RunningOp", made_bytes: int) -> None:
+        """``op`` has run. What its kernel takes besides counts in the peak, where it is known."""
+        expected, self._last_sizes = self._expected, (op.read_bytes, made_bytes)
+        if op.key is not None:
+            expected.learn(op.key, made_bytes)
+        expected.note(op.func, op.read_bytes, max(op.room_bytes, made_bytes))
+        if expected.may_have_workspace(op.func):
+            self.note_workspace(op.func, expected.known_workspace(op.key or expected.key(op.func, op.args)))
+
+    def learn_workspace(self, func: Any, args: tuple, size: int) -> None:
+        """``func``, which was the last op, has taken ``size`` beside what it made: its kernel was measured."""
+        expected, (read_bytes, made_bytes) = self._expected, self._last_sizes
+        key = expected.key(func, args)
+        expected.learn(key, made_bytes)
+        expected.learn_workspace(key, size)
+        expected.note(func, read_bytes, made_bytes + size)
 
     def note_workspace(self, func: Any, size: int) -> None:
         """``func`` has taken ``size`` beside all that lives now."""
@@ -369,26 +389,29 @@ class OnlineTape(UncompiledMode):
         self.problem = self.problem or f"{type(error).__name__}: {error}".splitlines()[0]
 
     def _finish(self, op: "RunningOp", result: Any, seconds: float) -> None:
+        live, in_forward = self.live, not (op.backward or self._pauses)
+        assignments = self._assignments if in_forward else None
         made: list[tuple[int, StoredValue]] = []
-        inputs = [storage_of(t) for t in tensors_in(op.args)]
-        for position, tensor in enumerate(tensors_in(result)):
+        made_bytes = 0
+        for position, tensor in enumerate((result,) if type(result) is torch.Tensor else tensors_in(result)):
             storage = storage_of(tensor)
-            if storage is None or storage in self.live or any(s is storage for s in inputs):
+            if storage is None:
                 continue
-            if tensor.is_inference():
-                self.live.add(storage)
+            if storage in live or _is_given(tensor, storage, op.inputs):
+                value = value_of_storage(storage, self._run)
+            elif tensor.is_inference():
+                live.add(storage)
                 continue
-            value = self.new_value(storage, tensor._version)
-            value.cost_s = seconds
-            made.append((position, value))
-        self.learn_size(op.key, sum(value.bytes for _, value in made))
-        self.note_workspace(op.func, self._expected.known_workspace(op.key))
-        if op.backward or self._pauses:
+            else:
+                value = self.new_value(storage, tensor._version)
+                value.cost_s = seconds
+                made_bytes += value.bytes
+                made.append((position, value))
+            if assignments is not None and value is not None:
+                assignments.add_view(tensor, value, written=bool(op.written))
+        self.learn_size(op, made_bytes)
+        if not in_forward:
             return
-        if self._assignments is not None:
-            for tensor in tensors_in(result):
-                if (known := value_of_storage(storage_of(tensor), self._run)) is not None:
-                    self._assignments.add_view(tensor, known, written=bool(op.written))
         if op.written:
             self._note_write(op, seconds)
         elif made:
@@ -398,21 +421,24 @@ class OnlineTape(UncompiledMode):
 
     def new_value(self, storage: torch.UntypedStorage, version: int) -> StoredValue:
         """The present op has made ``storage``."""
-        self.live.add(storage)
-        value = StoredValue(storage, self._number, version, self._layer, self._run)
+        size = self.live.add(storage)
+        value = StoredValue(storage, self._number, version, self._layer, self._run, size)
         storage.__dict__[MARK] = value
         return value
 
     def _leave_recipe(self, op: "RunningOp", made: list[tuple[int, StoredValue]]) -> None:
-        why = why_not_replayed(op.func, op.args, op.kwargs)
-        if not why and op.func.namespace not in _KNOWN:
+        why = op.facts.why_not_replayed(op.args, op.kwargs)
+        if not why and op.facts.is_unknown:
             why = "is no operator of PyTorch's own"
         recipe = op.recipe
         if recipe is None or (why and why != UNINITIALISED):
             for _, value in made:
                 value.why_kept = why or op.unreadable
             return
-        recipe.take_outputs(made, self._room_bytes)
+        if op.key is None:
+            recipe.take_outputs(made, expected=self._expected)
+        else:
+            recipe.take_outputs(made, op.room_bytes)
         for _, value in made:
             value.recipe, value.why_kept = recipe, why
         self.note_outside_reads(recipe)
@@ -522,19 +548,25 @@ class OnlineTape(UncompiledMode):
         others = self._read_outside[storage._cdata]
         others[:] = [reference for reference in others if reference() not in readers]
 
-    def note_reads_of_op(self, tensors: Iterable[torch.Tensor], written: Iterable[torch.Tensor] = ()) -> None:
-        """An op is about to read ``tensors``, of which it writes some."""
-        own = {s._cdata for t in written if (s := storage_of(t)) is not None}
+    def note_reads_of_op(
+        self, tensors: Iterable[torch.Tensor], written: Iterable[torch.Tensor] = ()
+    ) -> dict[int, StoredValue | None]:
+        """An op is about to read ``tensors``, of which it writes some. By id of the tensor: its value, if it has one."""
+        own = {s._cdata for t in written if (s := storage_of(t)) is not None} if written else ()
+        assignments, run, layer, found = self._assignments, self._run, self._layer, dict[int, StoredValue | None]()
         for tensor in tensors:
-            if self._assignments is not None:
-                self._assignments.check(tensor)
+            if assignments is not None:
+                assignments.check(tensor)
             storage = storage_of(tensor)
-            value = value_of_storage(storage, self._run)
+            found[id(tensor)] = value = value_of_storage(storage, run)
             if value is not None and storage is not None and storage._cdata not in own:
                 value.num_reads += 1
                 value.last_use = self._number
-                value.leaves_layer |= bool(value.layer) and value.layer != self._layer
-                self.note_crossing(value)
+                if value.layer != layer and value.layer:
+                    value.leaves_layer = True
+                if value.windows:
+                    self.note_crossing(value)
+        return found
 
     @contextmanager
     def expecting_writes(self, targets: list[torch.Tensor]) -> Iterator[None]:
@@ -605,8 +637,8 @@ class OnlineTape(UncompiledMode):
             value.last_use = self._number
             assert value.tensor is not None
             if value.tensor._version != value.version or not (value.remade or packed.version == value.version):
-                raise modified_in_place(value.tensor, packed.view.size, packed.version)
-            return packed.view.view_of(value.tensor)
+                raise modified_in_place(value.tensor, packed.size, packed.version)
+            return packed.view_of(value.tensor)
 
     def note_claimed(self, value: StoredValue) -> None:
         """Autograd wants ``value`` from now on; its memory is held."""
@@ -618,16 +650,29 @@ class OnlineTape(UncompiledMode):
 
 
 class RunningOp:
-    """One op before it runs: room is made for it, and what it reads is named, since it may write that."""
+    """One op before it runs: room is made for it, and what it reads is named, since it may write that.
 
-    __slots__ = ("args", "backward", "func", "key", "kwargs", "recipe", "rng", "unreadable", "written")
+    Attributes:
+        inputs: The tensors among its arguments. ``read_bytes``: of those that are no keywords.
+        written: Those that it writes.
+        room_bytes: What it is expected to take, where its shapes were asked for (``key``); else 0.
+    """
+
+    __slots__ = (
+        "args", "backward", "facts", "func", "inputs", "key", "kwargs", "read_bytes", "recipe", "rng",
+        "room_bytes", "unreadable", "written",
+    )  # fmt: skip
 
     def __init__(self, tape: OnlineTape, func: Any, args: tuple, kwargs: dict) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
+        self.func, self.args, self.kwargs, self.facts = func, args, kwargs, OPERATORS[func]
+        facts = self.facts
         self.backward = in_last_backward()
         tape._number += 1
-        self.written = written_tensors(func, args, kwargs) if written_arguments(func) else []
-        self.key = tape.make_room_for(func, args, kwargs)
+        self.inputs = tensors_of(args)
+        self.written = written_tensors(func, args, kwargs) if facts.writes else []
+        self.key: Key | None = None
+        self.read_bytes = self.room_bytes = 0
+        tape.make_room_for(self)
         if self.written:
             tape.keep_what_reads(self.written)
         self.recipe: Recipe | None = None
@@ -636,19 +681,27 @@ class RunningOp:
         if self.backward or tape._pauses:
             return
         tape.releaser.num_ops = tape._number
-        if may_draw_random_numbers(func) and draws_random_numbers(func, args, kwargs):
+        if facts.random and draws_random_numbers(func, args, kwargs):
             created_on = torch.device(kwargs.get("device") or "cpu")
-            device = next((t.device for t in tensors_in(args)), created_on)
-            tape.releaser.make_room(tape._room_bytes + state_bytes(device))
+            device = next((t.device for t in self.inputs), created_on)
+            tape.releaser.make_room(self.room_bytes + state_bytes(device))
             self.rng = GeneratorState(device)
             if state_bytes(device):
                 tape.live.add(self.rng.storage)
-        tape.note_reads_of_op((*tensors_in(args), *tensors_in(kwargs)), self.written)
+        inputs = [*self.inputs, *tensors_in(kwargs)] if kwargs else self.inputs
+        read = tape.note_reads_of_op(inputs, self.written)
         if not self.written:
             try:
-                self.recipe = Recipe(func, args, kwargs, self.rng, tape._run)
+                self.recipe = Recipe(func, args, kwargs, self.rng, tape._run, read)
             except UnreadableError as error:
                 self.unreadable = str(error)
+
+
+def _is_given(tensor: torch.Tensor, storage: torch.UntypedStorage, inputs: list[torch.Tensor]) -> bool:
+    """Whether an op has returned memory that it was given: ``_unsafe_view`` does, whose schema says otherwise."""
+    if use_count(storage._cdata) > _OWN_REFERENCES or any(t is tensor for t in inputs):
+        return any(storage_of(t) is storage for t in inputs)
+    return False
 
 
 def _no_model() -> None:

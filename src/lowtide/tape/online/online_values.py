@@ -13,8 +13,9 @@ recipe reads it (``readers_released``). So a recipe can pin memory only from a r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from lowtide.device.dispatch import bytes_of, hidden_from_modes
 from lowtide.device.generators import GeneratorStates
 from lowtide.errors import ReplayError
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
+from lowtide.tape.online.room import ExpectedBytes, Key, key_of
 from lowtide.tape.values import GatheredView, Kept, ViewSpec, gathered_view, sharing_version
 from lowtide.tracing import optimizer_steps
 from lowtide.tracing.operators import allocated_bytes, omitted_in_replay, storage_of, tensors_in
@@ -56,30 +58,32 @@ class StoredValue:
             reads it needs it made again.
     """
 
-    __slots__ = (
-        "__weakref__", "bytes", "claim", "cost_s", "crosses", "last_use", "layer", "leaves_layer", "locked",
-        "num_reads", "number", "overwritten", "proven", "readers_released", "recipe", "remade", "run", "seal",
-        "storage", "tensor", "version", "why_kept", "windows",
-    )  # fmt: skip
+    # One is made for each op: what most never change stands here.
+    tensor: Tensor | None = None
+    recipe: Recipe | None = None
+    why_kept = ""
+    claim: Callable[[], Claim | None] = staticmethod(lambda: None)
+    readers_released = num_reads = locked = 0
+    leaves_layer = crosses = proven = remade = overwritten = False
+    windows = NO_WINDOWS
+    cost_s = 0.0
+    seal: int | None = None
 
     def __init__(
-        self, storage: torch.UntypedStorage, number: int, version: int, layer: int, run: ExecutionState
+        self,
+        storage: torch.UntypedStorage,
+        number: int,
+        version: int,
+        layer: int,
+        run: ExecutionState,
+        size: int | None = None,
     ) -> None:
         self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
-        self.bytes = allocated_bytes(storage)
-        self.run = run
+        self.bytes = allocated_bytes(storage) if size is None else size
+        self.run, self.version, self.layer = run, version, layer
         self.number = self.last_use = number
-        self.version = version
-        self.tensor: Tensor | None = None
-        self.recipe: Recipe | None = None
-        self.why_kept = ""
-        self.claim: Callable[[], Claim | None] = _no_claim
-        self.readers_released = self.num_reads = self.locked = 0
-        self.layer, self.leaves_layer = layer, False
-        self.windows, self.crosses = NO_WINDOWS if run.windows is None else run.windows.around, False
-        self.cost_s = 0.0
-        self.seal: int | None = None
-        self.proven = self.remade = self.overwritten = False
+        if run.windows is not None:
+            self.windows = run.windows.around
 
     @property
     def is_needed(self) -> bool:
@@ -118,10 +122,6 @@ class StoredValue:
         copy.untyped_storage().__dict__[MARK] = self
 
 
-def _no_claim() -> None:
-    return None
-
-
 class Claim:
     """Autograd's interest in a stored value."""
 
@@ -134,22 +134,24 @@ class Claim:
         self.on_end(self.value)
 
 
-class SavedHandle:
-    """What autograd holds in place of one tensor."""
+class SavedHandle(ViewSpec):
+    """What autograd holds in place of one tensor: how to make that of the value."""
 
-    __slots__ = ("claim", "version", "view")
+    __slots__ = ("claim", "version")
 
     def __init__(self, claim: Claim, tensor: Tensor) -> None:
-        self.claim, self.view, self.version = claim, ViewSpec(tensor), tensor._version
+        super().__init__(tensor)
+        self.claim, self.version = claim, tensor._version
 
 
-class Argument:
-    """A stored value as an argument of an op."""
+class Argument(ViewSpec):
+    """A stored value as an argument of an op: how the op read it."""
 
-    __slots__ = ("value", "view")
+    __slots__ = ("value",)
 
     def __init__(self, value: StoredValue, tensor: Tensor) -> None:
-        self.value, self.view = value, ViewSpec(tensor)
+        super().__init__(tensor)
+        self.value = value
 
 
 def value_of_storage(storage: torch.UntypedStorage | None, run: ExecutionState) -> StoredValue | None:
@@ -165,37 +167,53 @@ class UnreadableError(Exception):
 Transient = Mapping[StoredValue, Tensor]  # made for a replay that runs, and dropped after its last reader
 
 
+_NOT_LOOKED_UP: Mapping[int, StoredValue | None] = MappingProxyType({})
+_UNKNOWN: Any = object()
+_NO_KWARGS: dict[str, Any] = {}
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
+
+
 class Recipe:
     """One op of the forward pass, ready to run again.
 
     Attributes:
         inputs: The stored values that it reads, each as often as it does.
         outputs: ``(position, value)`` of what it made.
-        room_bytes: For all of that, and workspace.
+        room_bytes: For all of that, and workspace; worked out when somebody asks.
         outside: Tensors that no op under the tape made (parameters, the batch).
         gathered: Parameters that it reads and that are whole only in its windows.
     """
 
-    __slots__ = (
-        "__weakref__", "_args", "_completions", "_func", "_kwargs", "_rng", "_run", "_written", "gathered", "inputs",
-        "outputs", "outside", "room_bytes",
-    )  # fmt: skip
+    inputs: tuple[StoredValue, ...] = ()
+    outside: tuple[Kept, ...] = ()
+    gathered: tuple[Kept | GatheredView, ...] = ()
+    outputs: tuple[tuple[int, weakref.ref[StoredValue]], ...] = ()
+    _completions: tuple[_Completion, ...] = ()
+    _written = False
+    _expected: ExpectedBytes | None = None
+    _room_bytes = 0
+    _key: Key | None = None
 
     def __init__(
-        self, func: Any, args: tuple, kwargs: dict, rng: GeneratorState | GeneratorStates | None, run: ExecutionState
+        self,
+        func: Any,
+        args: tuple,
+        kwargs: dict,
+        rng: GeneratorState | GeneratorStates | None,
+        run: ExecutionState,
+        read: Mapping[int, StoredValue | None] = _NOT_LOOKED_UP,
     ) -> None:
-        """Raises: UnreadableError: an argument cannot be named."""
+        """``read``: by id, the stored values of the tensors among the arguments, where they have been looked up.
+
+        Raises:
+            UnreadableError: an argument cannot be named.
+        """
         self._func, self._rng, self._run = func, rng, run
-        self.inputs: tuple[StoredValue, ...] = ()
-        self.outside: tuple[Kept, ...] = ()
-        self.gathered: tuple[Kept | GatheredView, ...] = ()
-        self._written = False
-        self.outputs: list[tuple[int, weakref.ref[StoredValue]]] = []
-        self.room_bytes = 0
-        self._completions: list[_Completion] = []
         skipped = omitted_in_replay(func, args)
-        self._args = [None if i in skipped else self._stored(a) for i, a in enumerate(args)]
-        self._kwargs = {name: self._stored(a) for name, a in kwargs.items()}
+        self._args = [None if i in skipped else self._stored(a, read) for i, a in enumerate(args)] if skipped else [
+            a if type(a) in _PLAIN else self._stored(a, read) for a in args
+        ]  # fmt: skip
+        self._kwargs = {name: self._stored(a, read) for name, a in kwargs.items()} if kwargs else _NO_KWARGS
 
     @property
     def name(self) -> str:
@@ -208,12 +226,42 @@ class Recipe:
             _OwnOutput(a, position) if isinstance(a, Tensor) and storage_of(a) is own else self._stored(a) for a in args
         ]
         named = {name: self._stored(a) for name, a in kwargs.items()}
-        self._completions.append(_Completion(func, stored, named, rng))
+        self._completions += (_Completion(func, stored, named, rng),)
 
-    def take_outputs(self, made: Iterable[tuple[int, StoredValue]], room_bytes: int) -> None:
-        """It makes these, by position in what it returns, and takes ``room_bytes``, workspace included."""
-        self.outputs = [(position, weakref.ref(value)) for position, value in made]
-        self.room_bytes = max(room_bytes, sum(value.bytes for _, value in made))
+    def take_outputs(
+        self, made: Sequence[tuple[int, StoredValue]], room_bytes: int = 0, expected: ExpectedBytes | None = None
+    ) -> None:
+        """It makes these, by position in what it returns, and takes ``room_bytes``, workspace included.
+
+        Args:
+            expected: Knows ``room_bytes``, and is asked when a replay comes.
+        """
+        self.outputs = tuple((position, weakref.ref(value)) for position, value in made)
+        self._room_bytes, self._expected = max(room_bytes, sum(value.bytes for _, value in made)), expected
+
+    @property
+    def room_bytes(self) -> int:
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            key = self.key()
+            expected.learn(key, self._room_bytes)
+            self._room_bytes = expected.of(key, self._func, (), _NO_KWARGS)
+        return self._room_bytes
+
+    def key(self) -> Key:
+        """Of its op, as ``ExpectedBytes.key`` has it."""
+        tensors: list[tuple[Any, torch.dtype]] = []
+        todo = list(reversed(self._args))
+        while todo:
+            name = todo.pop()
+            kind = type(name)
+            if kind is Argument or kind is GatheredView:
+                tensors.append((name.size, name.dtype))
+            elif kind is Kept:
+                tensors.append((name.tensor.shape, name.tensor.dtype))
+            elif kind is list:
+                todo += reversed(name)
+        return key_of(self._func, self._run.stream is None, tensors)
 
     def reads_outside(self, storage: torch.UntypedStorage) -> bool:
         return any(kept.tensor.untyped_storage()._cdata == storage._cdata for kept in self.outside)
@@ -261,7 +309,7 @@ class Recipe:
 
     def forget(self) -> None:
         """It never runs again: what it read may go, though somebody still holds what came of it (a loss, mostly)."""
-        self.outside, self._args, self._kwargs, self._completions = (), [], {}, []
+        self.outside, self._args, self._kwargs, self._completions = (), [], {}, ()
 
     def note_written(self) -> None:
         """What it read from outside was written where the tape saw it: through ``.data`` no version would tell."""
@@ -289,15 +337,19 @@ class Recipe:
                     completion.func(*own, **named)
         return made
 
-    def _stored(self, argument: Any) -> Any:
+    def _stored(self, argument: Any, read: Mapping[int, StoredValue | None] = _NOT_LOOKED_UP) -> Any:
         if isinstance(argument, Tensor):
-            storage = storage_of(argument)
-            if storage is None:
-                raise UnreadableError("reads a tensor without one plain storage")
-            if self._run.windows is not None and (read := self._gathered(argument, storage)) is not None:
-                self.gathered += (read,)
-                return read
-            value = value_of_storage(storage, self._run)
+            value = read.get(id(argument), _UNKNOWN)
+            if value is _UNKNOWN:
+                storage = storage_of(argument)
+                value = value_of_storage(storage, self._run)
+            if value is None or self._run.windows is not None:
+                storage = storage_of(argument)
+                if storage is None:
+                    raise UnreadableError("reads a tensor without one plain storage")
+                if self._run.windows is not None and (found := self._gathered(argument, storage)) is not None:
+                    self.gathered += (found,)
+                    return found
             if value is None:
                 # The memory as it is now, not the parameter: ``p.data = new`` must not reach a replay.
                 kept = Kept(sharing_version(argument) if isinstance(argument, torch.nn.Parameter) else argument)
@@ -308,7 +360,7 @@ class Recipe:
             self.inputs += (value,)
             return Argument(value, argument)
         if isinstance(argument, (list, tuple)):
-            return [self._stored(a) for a in argument]
+            return [self._stored(a, read) for a in argument]
         if isinstance(argument, torch.Generator):
             raise UnreadableError("draws from a private generator")
         return argument
@@ -343,7 +395,7 @@ class Recipe:
                 memory = argument.value.memory()
             if memory is None:
                 raise ReplayError(f"{self.name}: what it read is gone.\nThis is a bug in lowtide.")
-            return argument.view.view_of(memory)
+            return argument.view_of(memory)
         if kind is Kept:
             if self._is_unreadable(argument):
                 raise self._cannot_read(argument)

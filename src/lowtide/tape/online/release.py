@@ -61,6 +61,7 @@ class Releaser:
             pieces was made whole.
         proven: Numbers of the ops of which another run gave the same bits.
         differed: Ops whose second run gave other bits; their outputs stay.
+        busy: Replays or proofs run: the ops that the tape sees now are not the step's.
         thrashing: Replays have passed their ceiling; nothing is released any more in this step.
         must_stay: Whether a value cannot go at the moment, though it could at another.
     """
@@ -83,13 +84,8 @@ class Releaser:
         self._proof_bytes = 0.0  # what the proof of a held value takes, at most
         self._idle_until = 0.0
         self._proving = False
-        self._busy = False
+        self.busy = False
         self._still = False
-
-    @property
-    def busy(self) -> bool:
-        """Replays or proofs run: the ops that the tape sees now are not the step's."""
-        return self._busy
 
     def forget_step(self) -> None:
         """A new step begins: ids of values may come again."""
@@ -111,13 +107,13 @@ class Releaser:
 
     def make_room(self, extra: int) -> None:
         """Release until ``extra`` bytes more fit, as far as that is possible."""
-        if self._fits_beside_proofs(extra):
+        if self.has_room(extra):
             return
         wanted = self._live.now + extra
         if wanted > self._idle_until and not self.thrashing and not self._still:
             self._prove_while_there_is_room(extra)
             tried: set[int] = set()
-            while not self._fits_beside_proofs(extra):
+            while not self.has_room(extra):
                 excess = self._live.now + extra - self._limit_bytes
                 chosen = self._choose(excess + _SLACK * self.budget_bytes, tried)
                 if not chosen:
@@ -125,7 +121,7 @@ class Releaser:
                     break
                 tried.update(id(v) for v in chosen)
                 self._release(chosen)
-            if not self._fits_beside_proofs(extra):
+            if not self.has_room(extra):
                 wanted = self._live.now + extra
                 self._idle_until = wanted + _IDLE_SHARE * self.budget_bytes
                 if wanted <= self.budget_bytes:  # only proofs do not fit
@@ -164,7 +160,8 @@ class Releaser:
         """What may live: what is not proven yet can be proven beside it."""
         return self.budget_bytes - (0 if self._proving else min(self._proof_bytes, _PROOF_SHARE * self.budget_bytes))
 
-    def _fits_beside_proofs(self, extra: int) -> bool:
+    def has_room(self, extra: float) -> bool:
+        """Whether ``extra`` bytes more fit, beside proofs that are still to come."""
         return self._live.now + extra <= self._limit_bytes
 
     def reserve_for(self, value: StoredValue) -> None:
@@ -178,7 +175,7 @@ class Releaser:
         rooms.sort(key=lambda found: (found[0], found[1].number))
         while rooms and not self._proving:
             self._proof_bytes = rooms[-1][0]
-            if self._fits_beside_proofs(extra) or self._live.now + self._proof_bytes > self.budget_bytes:
+            if self.has_room(extra) or self._live.now + self._proof_bytes > self.budget_bytes:
                 return
             self._prove([rooms.pop()[1]])
         self._proof_bytes = 0.0
@@ -392,11 +389,11 @@ class Releaser:
     def _run(
         self, chain: list[StoredValue], targets: Sequence[StoredValue], take: Callable[[StoredValue, Made], Made]
     ) -> None:
-        before, self._busy = self._busy, True
+        before, self.busy = self.busy, True
         try:
             run_chain(chain, targets, self._before_replay, take)
         finally:
-            self._busy = before
+            self.busy = before
 
     def _before_replay(self, value: StoredValue) -> None:
         if not self._proving:

@@ -1,8 +1,14 @@
 """The bytes that an op is about to allocate: those of its last run; before its first run, those of its meta kernel.
 
+Asked exactly only where memory is nearly short: else twice the most that the operator has needed so far will do.
+
 Without a meta kernel's answer (sizes depend on values, or there is no such kernel) they are guessed from the arguments.
 """
 
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -11,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from lowtide.device.block_size import in_blocks
-from lowtide.tracing.operators import packet_name, tensors_in
+from lowtide.tracing.operators import packet_name, tensors_in, tensors_of
 
 # Views of what they read: they make nothing.
 _VIEWS = frozenset({
@@ -29,6 +35,8 @@ _PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.
 class ExpectedBytes:
     """What each op made when it ran on arguments of these shapes.
 
+    Shapes are asked for only where the most that the operator has needed so far might not fit (``at_most``).
+
     Attributes:
         inputs_bytes: Of the last step: what was there before it and no call of the model was given (targets, mostly).
             None before the first.
@@ -36,15 +44,33 @@ class ExpectedBytes:
 
     def __init__(self) -> None:
         self.inputs_bytes: int | None = None
-        self._made: dict[tuple, int] = {}
-        self._workspace: dict[tuple, int] = {}
-        self._workspace_share: dict[tuple, float] = {}  # the most, of what an op with these dtypes reads and makes
+        self._bounds: dict[Any, tuple[int, int]] = {}  # by operator: the most that it read, the most that it needed
+        self._made: dict[Key, int] = {}
+        self._workspace: dict[Key, int] = {}
+        self._workspace_share: dict[Key, float] = {}  # the most, of what an op with these dtypes reads and makes
+        self._has_workspace: set[Any] = set()  # operators
 
-    def key(self, func: Any, args: tuple) -> tuple:
-        return (func, *((tuple(t.shape), t.dtype) for t in tensors_in(args)))
+    def at_most(self, func: Any, read_bytes: int) -> float:
+        """Bytes that ``func`` allocates on tensors of so many bytes, at most; infinite where nobody knows.
 
-    def of(self, key: tuple, func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
-        """Bytes that ``func`` is about to allocate, workspace included."""
+        Twice what it needed before on as many: what it makes depends on shapes, too.
+        """
+        read, needed = self._bounds.get(func, _NOTHING_SEEN)
+        return 2 * needed if read_bytes <= read else math.inf
+
+    def note(self, func: Any, read_bytes: int, needed: int) -> None:
+        """``func`` has needed so much, at most, on tensors of so many bytes."""
+        before = self._bounds.get(func, _NOTHING_SEEN)
+        if read_bytes > before[0] or needed > before[1]:
+            self._bounds[func] = max(read_bytes, before[0]), max(needed, before[1])
+
+    def key(self, func: Any, args: tuple) -> Key:
+        tensors = tensors_of(args)
+        on_cpu = all(t.device.type == "cpu" for t in tensors)
+        return key_of(func, on_cpu, ((t.shape, t.dtype) for t in tensors))
+
+    def of(self, key: Key, func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
+        """Bytes that ``func`` is about to allocate, workspace included. What it has made before needs no arguments."""
         made = self._made.get(key)
         if made is None:
             made = _made_on_meta(func, args, kwargs)
@@ -52,35 +78,52 @@ class ExpectedBytes:
             made = _first_guess(func, args)
         workspace = self._workspace.get(key)
         if workspace is None:
-            moved = made + sum(t.numel() * t.element_size() for t in tensors_in(args))
             share = self._workspace_share.get(_without_shapes(key))
-            workspace = int((_first_share(func, args) if share is None else share) * moved)
+            share = _first_share(func, key) if share is None else share
+            workspace = int(share * (made + _read_bytes(key))) if share else 0
         return made + workspace
 
-    def known_workspace(self, key: tuple) -> int:
+    def may_have_workspace(self, func: Any) -> bool:
+        """Whether ``known_workspace`` is above 0 for some call of it."""
+        return func in self._has_workspace
+
+    def known_workspace(self, key: Key) -> int:
         """What the kernel is known to allocate beside what it makes; 0 before that was measured."""
         return self._workspace.get(key, 0)
 
-    def learn(self, key: tuple, made: int) -> None:
+    def learn(self, key: Key, made: int) -> None:
         self._made[key] = made
 
-    def learn_workspace(self, key: tuple, workspace_bytes: int) -> None:
+    def learn_workspace(self, key: Key, workspace_bytes: int) -> None:
         """What the kernel allocates beside what it makes; of other shapes it is expected to take as large a share."""
         self._workspace[key] = workspace_bytes
-        moved = self._made.get(key, 0) + sum(prod(shape) * dtype.itemsize for shape, dtype in key[1:])
+        if workspace_bytes:
+            self._has_workspace.add(key[0])
+        moved = self._made.get(key, 0) + _read_bytes(key)
         kind = _without_shapes(key)
         self._workspace_share[kind] = max(self._workspace_share.get(kind, 0.0), workspace_bytes / max(moved, 1))
 
 
-def _without_shapes(key: tuple) -> tuple:
-    return (key[0], *(dtype for _, dtype in key[1:]))
+Key = tuple[Any, ...]  # an operator, whether all that it reads is on the CPU, and shape and dtype of each
+_NOTHING_SEEN = (-1, 0)
 
 
-def _first_share(func: Any, args: tuple) -> float:
+def key_of(func: Any, on_cpu: bool, tensors: Iterable[tuple[Any, torch.dtype]]) -> Key:
+    return (func, on_cpu, *tensors)
+
+
+def _without_shapes(key: Key) -> Key:
+    return (key[0], *(dtype for _, dtype in key[2:]))
+
+
+def _read_bytes(key: Key) -> int:
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in key[2:])
+
+
+def _first_share(func: Any, key: Key) -> float:
     """Workspace of a kernel that has not been measured, as a share of what it reads and makes."""
-    name, dtypes = packet_name(func), {t.dtype for t in tensors_in(args) if t.is_floating_point()}
-    on_cpu = all(t.device.type == "cpu" for t in tensors_in(args))
-    if name in _CONVOLUTIONS or (name in _PRODUCTS and on_cpu and dtypes & _HALF):
+    name, dtypes = packet_name(func), {dtype for _, dtype in key[2:] if dtype.is_floating_point}
+    if name in _CONVOLUTIONS or (name in _PRODUCTS and key[1] and dtypes & _HALF):
         return 1.0  # reordered copies
     return 0.5 if name in _ATTENTION or len(dtypes) > 1 else 0.0  # blocks of scores; a copy of another dtype
 
