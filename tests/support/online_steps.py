@@ -33,6 +33,7 @@ def under(tape: OnlineTape, model: nn.Module) -> Iterator[None]:
     finally:
         state.observer = None
         seam.close()
+        tape.stop_observing()
         undo()
 
 

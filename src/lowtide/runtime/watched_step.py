@@ -67,6 +67,8 @@ class WatchedStep(OnlineTape):
         found_gathered: ZeRO-3 had gathered parameters before the step, which later steps may have to do themselves.
     """
 
+    may_be_unseen = False
+
     def __init__(
         self,
         model: nn.Module,

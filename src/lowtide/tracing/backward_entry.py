@@ -75,14 +75,14 @@ class _Unconcerned:
         pass
 
 
-def observe(observer: BackwardObserver) -> Callable[[], None]:
-    """Tell ``observer`` of every backward; returns the undo, which may be called twice."""
+def observe(observer: BackwardObserver, *, first: bool = False) -> Callable[[], None]:
+    """Tell ``observer`` of every backward, ``first`` or after others; returns the undo, which may be called twice."""
     global _entry
     if not _observers:
         _entry = vars(autograd_graph)[_NAME]
         _set(_run_backward)
     reference = weakref.ref(observer, _forget)
-    _observers.append(reference)
+    _observers.insert(0 if first else len(_observers), reference)
     return partial(_forget, reference)
 
 

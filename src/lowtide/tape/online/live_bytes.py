@@ -16,10 +16,12 @@ class LiveBytes:
     Attributes:
         now, peak: Bytes; ``peak`` since ``restart``.
         module: Path of the module call that runs: storages that are added now are its own.
+        of_backward: Bytes that ops of the last backward made, and that live.
     """
 
     def __init__(self) -> None:
-        self.now = self.peak = 0
+        self.now = self.peak = self.of_backward = 0
+        self._backward = 0  # its number
         self.module = ""
         self.entries: dict[int, Entry] = {}  # by the storage's address: an entry goes with its storage
 
@@ -39,11 +41,22 @@ class LiveBytes:
                 found[entry.module] = found.get(entry.module, 0) + allocated_bytes(storage)
         return found
 
-    def add(self, storage: torch.UntypedStorage, size: int | None = None) -> int:
-        """Count ``storage`` until it dies; its bytes, which are those that it has now unless ``size`` says more."""
+    def begin_backward(self) -> None:
+        self._backward += 1
+        self.of_backward = 0
+
+    def add(self, storage: torch.UntypedStorage, size: int | None = None, *, in_backward: bool = False) -> int:
+        """Count ``storage`` until it dies; its bytes, which are those that it has now unless ``size`` says more.
+
+        Args:
+            in_backward: An op of backward has made it.
+        """
         entry = Entry(storage, _died)
         entry.live, entry.key, entry.module = self, storage._cdata, self.module
         entry.bytes = size = allocated_bytes(storage) if size is None else size
+        entry.backward = self._backward if in_backward else 0
+        if in_backward:
+            self.of_backward += size
         self.entries[entry.key] = entry
         self.now = now = self.now + size
         if now > self.peak:
@@ -62,10 +75,11 @@ class LiveBytes:
 
 
 class Entry(weakref.ref[torch.UntypedStorage]):
-    """A storage, weakly; its bytes, and the module that made it."""
+    """A storage, weakly; its bytes, and the module that made it, or the number of the backward."""
 
-    __slots__ = ("bytes", "key", "live", "module")
+    __slots__ = ("backward", "bytes", "key", "live", "module")
 
+    backward: int
     bytes: int
     key: int
     live: LiveBytes
@@ -78,3 +92,5 @@ def _died(entry: Entry) -> None:
     if live.entries.get(entry.key) is entry:
         del live.entries[entry.key]
         live.now -= entry.bytes
+        if entry.backward and entry.backward == live._backward:
+            live.of_backward -= entry.bytes

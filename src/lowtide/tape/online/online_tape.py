@@ -18,6 +18,7 @@ from torch import nn
 from torch._C import DispatchKey
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch._C import _current_graph_task_id as graph_task
+from torch._C import _DisableTorchDispatch
 from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch._C import _len_torch_dispatch_stack as num_modes
@@ -32,6 +33,7 @@ from lowtide.device.streams import current_stream
 from lowtide.tape import forbidden_hooks
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.online.holdings import Holdings
+from lowtide.tape.online.learned_backward import SeenBackward, UnseenBackward, has_room_unseen
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_calls import KnownCalls, OnlineCall
 from lowtide.tape.online.online_values import (
@@ -45,15 +47,15 @@ from lowtide.tape.online.online_values import (
 )
 from lowtide.tape.online.release import ATTEMPTS, Releaser
 from lowtide.tape.online.replays import chain_of
-from lowtide.tape.online.room import ExpectedBytes, Key
+from lowtide.tape.online.room import ExpectedBytes, Key, Need
 from lowtide.tape.online.sharding import OnlineSharding, copy_before_write, is_closed, read_copies
+from lowtide.tape.switched_mode import insert_mode, is_on, remove_mode
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
 from lowtide.tracing import module_calls
-from lowtide.tracing.backward_entry import in_last_backward
+from lowtide.tracing.backward_entry import in_last_backward, observe
 from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignedError, DataAssignmentGuard
 from lowtide.tracing.function_calls import ObservedFunctionCall
 from lowtide.tracing.operators import (
-    OPERATORS,
     OVERWRITERS,
     UNINITIALISED,
     WRITES,
@@ -75,6 +77,7 @@ from lowtide.tracing.sharding.windows import NO_WINDOWS, OpenWindows
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 _NOTHING = nullcontext()
+_OUT_OF_MEMORY = object()
 _OWN_REFERENCES = 2  # to a storage that one tensor has: the tensor's, and the storage's Python object
 _OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
 
@@ -93,7 +96,10 @@ class OnlineTape(UncompiledMode):
         crossing_bytes: Saved for autograd, and never let go: read outside a window that they were made in.
         known_calls: What calls of Functions have shown in earlier steps.
         running_call: The one that runs now, if its operators are of interest.
+        stop_observing: Backwards are no concern of it any more.
     """
+
+    may_be_unseen = True  # a backward, once what it makes is known
 
     def __init__(
         self,
@@ -128,6 +134,11 @@ class OnlineTape(UncompiledMode):
         )
         self._read_outside: dict[int, list[weakref.ref[Recipe]]] = defaultdict(list)
         self._lock = threading.RLock()
+        self._sequence = 0  # of the step's forward ops, as one number
+        self._num_backwards = 0  # of the step
+        self._seen_backward: SeenBackward | None = None  # the one that runs, if it is learned
+        self._unseen_backward: UnseenBackward | None = None  # or if the mode is away
+        self.stop_observing: Callable[[], None] = _no_model
         self.calls = self.crossing_bytes = 0
         self.op_s = 0.0  # what the host needed for the last op
 
@@ -150,6 +161,9 @@ class OnlineTape(UncompiledMode):
         self._layers.clear()
         self._paths.clear()
         self.live.module = ""
+        self._sequence = self._num_backwards = 0
+        self.stop_observing()
+        self.stop_observing = observe(self, first=True)  # others end the step where a backward ends
 
     @property
     def model(self) -> nn.Module | None:
@@ -173,6 +187,7 @@ class OnlineTape(UncompiledMode):
 
     def end_step(self) -> None:
         """Only what autograd may still ask for stays: somebody may keep the step's graph."""
+        self.stop_observing()
         self._holdings.let_go_unclaimed()
         if not self.num_claims:
             for recipe in (reference() for readers in self._read_outside.values() for reference in readers):
@@ -184,6 +199,38 @@ class OnlineTape(UncompiledMode):
     def num_claims(self) -> int:
         """Values that autograd still holds, in memory or released."""
         return sum(v.claim() is not None for v in self._holdings) + len(self._holdings.released)
+
+    # -- backward -------------------------------------------------------------------------------------------
+
+    def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
+        """What its ops make is learned; or was, and the mode is away until it ends."""
+        self._num_backwards += 1
+        self._seen_backward = self._unseen_backward = None
+        if creates or self.problem or self._pauses or self._windows is not None or not is_on(self):
+            return
+        known, key = self._expected.backwards, self._key_of_backward
+        learned = known.get(key)
+        if key not in known:
+            self._seen_backward = SeenBackward(self.live, self.releaser)
+        elif learned is not None and self.may_be_unseen and has_room_unseen(learned, self.releaser.device):
+            self._unseen_backward = UnseenBackward(learned, self.live, self.releaser)
+            remove_mode(self)
+
+    def after_backward(
+        self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
+    ) -> None:
+        seen, self._seen_backward = self._seen_backward, None
+        unseen, self._unseen_backward = self._unseen_backward, None
+        if seen is not None and error is None and not self.problem:
+            self._expected.backwards.learn(self._key_of_backward, seen.end())
+        if unseen is not None:
+            insert_mode(self)
+            if not unseen.end() and error is None:
+                self._expected.backwards.learn(self._key_of_backward, None)
+
+    @property
+    def _key_of_backward(self) -> tuple[int, ...]:
+        return self._sequence, self.releaser.num_ops, self._num_backwards
 
     # -- module calls ---------------------------------------------------------------------------------------
 
@@ -290,6 +337,11 @@ class OnlineTape(UncompiledMode):
 
     def _run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = _NOTHING) -> Any:
         """Make room, run ``func`` with ``around`` open, leave a recipe. No error of the bookkeeping gets out."""
+        if around is _NOTHING and self.running_call is None and in_last_backward():
+            need, inputs = self._expected.needs[func], tensors_of(args)
+            read_bytes = sum([t.nbytes for t in inputs])
+            if not need.asks and self.releaser.has_room(need.at_most(read_bytes)):
+                return self._run_counted(need, inputs, read_bytes, func, args, kwargs)
         op = None
         try:
             op = RunningOp(self, func, args, kwargs)
@@ -309,6 +361,33 @@ class OnlineTape(UncompiledMode):
                     self.running_call.note_op(args, result, op.written)
             except Exception as error:
                 self.give_up(error)
+        return result
+
+    def _run_counted(
+        self, need: Need, inputs: list[torch.Tensor], read_bytes: int, func: Any, args: tuple, kwargs: dict
+    ) -> Any:
+        """Run an op of backward, for which there is room: what it makes is counted."""
+        self._number += 1
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            let_go_of_frames(error)
+            result = _OUT_OF_MEMORY
+        if result is _OUT_OF_MEMORY:
+            return self._run_with_room(func, args, kwargs, RunningOp(self, func, args, kwargs))
+        try:
+            before = self.live.now
+            for tensor in (result,) if type(result) is torch.Tensor else tensors_in(result):
+                storage = storage_of(tensor)
+                if storage is not None and storage not in self.live and not _is_given(tensor, storage, inputs):
+                    self.new_value(storage, 0 if tensor.is_inference() else tensor._version, in_backward=True)
+            need.note(read_bytes, self.live.now - before)
+            if self._seen_backward is not None:
+                self._seen_backward.note_op()
+        except Exception as error:
+            self.give_up(error)
         return result
 
     def _run_timed(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -343,7 +422,7 @@ class OnlineTape(UncompiledMode):
         """Make room for what ``op`` is about to allocate."""
         expected, releaser = self._expected, self.releaser
         op.read_bytes = sum([t.nbytes for t in op.inputs])
-        if not op.facts.may_omit and releaser.has_room(expected.at_most(op.func, op.read_bytes)):
+        if not op.need.facts.may_omit and releaser.has_room(op.need.at_most(op.read_bytes)):
             return
         op.key = key = expected.key(op.func, op.args)
         op.room_bytes = expected.of(key, op.func, op.args, op.kwargs)
@@ -359,8 +438,8 @@ class OnlineTape(UncompiledMode):
         expected, self._last_sizes = self._expected, (op.read_bytes, made_bytes)
         if op.key is not None:
             expected.learn(op.key, made_bytes)
-        expected.note(op.func, op.read_bytes, max(op.room_bytes, made_bytes))
-        if expected.may_have_workspace(op.func):
+        op.need.note(op.read_bytes, max(op.room_bytes, made_bytes))
+        if op.need.has_workspace:
             self.note_workspace(op.func, expected.known_workspace(op.key or expected.key(op.func, op.args)))
 
     def learn_workspace(self, func: Any, args: tuple, size: int) -> None:
@@ -369,7 +448,7 @@ class OnlineTape(UncompiledMode):
         key = expected.key(func, args)
         expected.learn(key, made_bytes)
         expected.learn_workspace(key, size)
-        expected.note(func, read_bytes, made_bytes + size)
+        expected.needs[func].note(read_bytes, made_bytes + size)
 
     def note_workspace(self, func: Any, size: int) -> None:
         """``func`` has taken ``size`` beside all that lives now."""
@@ -403,15 +482,20 @@ class OnlineTape(UncompiledMode):
                 live.add(storage)
                 continue
             else:
-                value = self.new_value(storage, tensor._version)
+                value = self.new_value(storage, tensor._version, in_backward=op.backward)
                 value.cost_s = seconds
                 made_bytes += value.bytes
                 made.append((position, value))
             if assignments is not None and value is not None:
                 assignments.add_view(tensor, value, written=bool(op.written))
         self.learn_size(op, made_bytes)
+        if self._seen_backward is not None:
+            if not op.backward or any(map(self._may_be_read_by_recipes, op.written)):
+                self._seen_backward.keep_mode()
+            self._seen_backward.note_op(max(0, op.room_bytes - made_bytes))
         if not in_forward:
             return
+        self._sequence = hash((self._sequence, id(op.need), made_bytes))
         if op.written:
             self._note_write(op, seconds)
         elif made:
@@ -419,16 +503,16 @@ class OnlineTape(UncompiledMode):
             if self._number % _OPS_BETWEEN_PROOFS == 0:  # long layers, and what runs in none
                 self.releaser.prove_layer(self._layer)
 
-    def new_value(self, storage: torch.UntypedStorage, version: int) -> StoredValue:
+    def new_value(self, storage: torch.UntypedStorage, version: int, *, in_backward: bool = False) -> StoredValue:
         """The present op has made ``storage``."""
-        size = self.live.add(storage)
+        size = self.live.add(storage, in_backward=in_backward)
         value = StoredValue(storage, self._number, version, self._layer, self._run, size)
         storage.__dict__[MARK] = value
         return value
 
     def _leave_recipe(self, op: "RunningOp", made: list[tuple[int, StoredValue]]) -> None:
-        why = op.facts.why_not_replayed(op.args, op.kwargs)
-        if not why and op.facts.is_unknown:
+        why = op.need.facts.why_not_replayed(op.args, op.kwargs)
+        if not why and op.need.facts.is_unknown:
             why = "is no operator of PyTorch's own"
         recipe = op.recipe
         if recipe is None or (why and why != UNINITIALISED):
@@ -442,6 +526,13 @@ class OnlineTape(UncompiledMode):
         for _, value in made:
             value.recipe, value.why_kept = recipe, why
         self.note_outside_reads(recipe)
+
+    def _may_be_read_by_recipes(self, tensor: torch.Tensor) -> bool:
+        storage = storage_of(tensor)
+        value = value_of_storage(storage, self._run)
+        if value is not None:
+            return value.recipe is not None or value.num_reads > 0
+        return storage is not None and storage._cdata in self._read_outside
 
     def _note_write(self, op: "RunningOp", seconds: float) -> None:
         """In-place: completes an output that nothing has read, or ends what the storage held."""
@@ -590,19 +681,20 @@ class OnlineTape(UncompiledMode):
     @module_calls.never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds for ``tensor``: a handle if an op under the tape made it, else itself."""
-        if is_wrapper_type(type(tensor)):
+        kind = type(tensor)
+        if kind is not torch.Tensor and is_wrapper_type(kind):
             return PackedWrapper(tensor, self.pack)
         if self._assignments is not None and not self.problem:
             self._assignments.check(tensor)
         value = value_of_storage(storage_of(tensor), self._run)
         if (
-            type(tensor) is nn.Parameter
+            kind is nn.Parameter
             or value is None
             or tensor.is_inference()
             or value.version != tensor._version
             or self.problem
         ):
-            plain = type(tensor) is nn.Parameter or tensor.is_leaf or is_view_of_leaf(tensor)
+            plain = kind is nn.Parameter or tensor.is_leaf or is_view_of_leaf(tensor)
             return Kept(tensor if plain else detached(tensor))
         claim = value.claim()
         if claim is None:
@@ -612,7 +704,8 @@ class OnlineTape(UncompiledMode):
             self.crossing_bytes += value.bytes * value.crosses
         value.num_reads += 1
         value.last_use = self._number
-        self.note_crossing(value)
+        if value.windows:
+            self.note_crossing(value)
         return self.handle(claim, tensor)
 
     @module_calls.never_compiled
@@ -623,22 +716,33 @@ class OnlineTape(UncompiledMode):
             RuntimeError: it was changed in place, as plain autograd does.
             ReplayError: it was released and cannot be made again exactly.
         """
+        if type(packed) is PackedWrapper:
+            return packed.unpack(self.unpack)
+        backward = self._seen_backward or self._unseen_backward
+        if backward is not None:
+            backward.note_unpacking()
         if type(packed) is Kept:
             if packed.changed():
                 raise modified_in_place(packed.tensor, packed.tensor.shape, packed.version)
+            if backward is not None:
+                backward.note_unpacked()
             return packed.tensor
-        if type(packed) is PackedWrapper:
-            return packed.unpack(self.unpack)
         value = packed.claim.value
-        away = _disable_current_modes() if num_modes() else _NOTHING
-        with self._lock, torch.no_grad(), away, below_autograd():
+        with self._lock:
             if value.tensor is None:
-                self.releaser.remake(value)
+                away = _disable_current_modes() if num_modes() else _NOTHING
+                with torch.no_grad(), away, below_autograd():
+                    self.releaser.remake(value)
             value.last_use = self._number
-            assert value.tensor is not None
-            if value.tensor._version != value.version or not (value.remade or packed.version == value.version):
-                raise modified_in_place(value.tensor, packed.size, packed.version)
-            return packed.view_of(value.tensor)
+            memory = value.tensor
+            assert memory is not None
+            if memory._version != value.version or not (value.remade or packed.version == value.version):
+                raise modified_in_place(memory, packed.size, packed.version)
+            with _DisableTorchDispatch(), below_autograd():
+                tensor = packed.view_of(memory)
+            if backward is not None:
+                backward.note_unpacked()
+            return tensor
 
     def note_claimed(self, value: StoredValue) -> None:
         """Autograd wants ``value`` from now on; its memory is held."""
@@ -659,13 +763,13 @@ class RunningOp:
     """
 
     __slots__ = (
-        "args", "backward", "facts", "func", "inputs", "key", "kwargs", "read_bytes", "recipe", "rng",
+        "args", "backward", "func", "inputs", "key", "kwargs", "need", "read_bytes", "recipe", "rng",
         "room_bytes", "unreadable", "written",
     )  # fmt: skip
 
     def __init__(self, tape: OnlineTape, func: Any, args: tuple, kwargs: dict) -> None:
-        self.func, self.args, self.kwargs, self.facts = func, args, kwargs, OPERATORS[func]
-        facts = self.facts
+        self.func, self.args, self.kwargs, self.need = func, args, kwargs, tape._expected.needs[func]
+        facts = self.need.facts
         self.backward = in_last_backward()
         tape._number += 1
         self.inputs = tensors_of(args)

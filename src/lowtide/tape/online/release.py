@@ -53,6 +53,8 @@ class Releaser:
 
     Attributes:
         budget_bytes: For what the step makes: resident bytes are not in it.
+        aside_bytes: Left free for what nobody counts at the moment.
+        dropped_bytes: Of all values that were let go of.
         over_bytes: By how much room was missing, at most.
         device: Where the step runs, if that is an accelerator.
         ran_short: The device had less memory than the budget says.
@@ -70,6 +72,7 @@ class Releaser:
         self._holdings, self._live = holdings, live
         self.budget_bytes = budget_bytes
         self.over_bytes = self.lowered_bytes = 0.0
+        self.aside_bytes = self.dropped_bytes = 0
         self.ran_short = False
         self.device: torch.device | None = None
         self.num_released = self.num_replayed = self.num_proofs = self.num_laid_together = 0
@@ -91,7 +94,7 @@ class Releaser:
         """A new step begins: ids of values may come again."""
         self._blocked.clear()
         self._short.clear()
-        self._idle_until = 0.0
+        self._idle_until, self.aside_bytes = 0.0, 0
         self.thrashing, self.num_replayed, self.num_ops = False, 0, 0
 
     @contextmanager
@@ -109,12 +112,12 @@ class Releaser:
         """Release until ``extra`` bytes more fit, as far as that is possible."""
         if self.has_room(extra):
             return
-        wanted = self._live.now + extra
+        wanted = self._now + extra
         if wanted > self._idle_until and not self.thrashing and not self._still:
             self._prove_while_there_is_room(extra)
             tried: set[int] = set()
             while not self.has_room(extra):
-                excess = self._live.now + extra - self._limit_bytes
+                excess = self._now + extra - self._limit_bytes
                 chosen = self._choose(excess + _SLACK * self.budget_bytes, tried)
                 if not chosen:
                     self._release_what_does_not_fit(extra)
@@ -122,11 +125,11 @@ class Releaser:
                 tried.update(id(v) for v in chosen)
                 self._release(chosen)
             if not self.has_room(extra):
-                wanted = self._live.now + extra
+                wanted = self._now + extra
                 self._idle_until = wanted + _IDLE_SHARE * self.budget_bytes
                 if wanted <= self.budget_bytes:  # only proofs do not fit
                     self._idle_until = min(self._idle_until, self.budget_bytes)
-        self.over_bytes = max(self.over_bytes, self._live.now + extra - self.budget_bytes)
+        self.over_bytes = max(self.over_bytes, self._now + extra - self.budget_bytes)
 
     def make_room_after_failure(self, failed_bytes: int, attempt: int = 0) -> None:
         """The device had no memory for so many bytes more, whatever the budget says: the step takes less from now on.
@@ -140,7 +143,7 @@ class Releaser:
         """
         self.ran_short = True
         before = self.budget_bytes
-        present = min(before, float(self._live.now))
+        present = min(before, float(self._now))
         self.budget_bytes = max(0.0, present - max(float(failed_bytes), _FAILED_SHARE * present))
         self._idle_until = 0.0
         self.make_room(0)
@@ -152,8 +155,12 @@ class Releaser:
             self.make_room(0)
         else:
             release_cached_memory()
-        self.budget_bytes = max(self.budget_bytes, float(self._live.now))  # what cannot go stays
+        self.budget_bytes = max(self.budget_bytes, float(self._now))  # what cannot go stays
         self.lowered_bytes += max(0.0, before - self.budget_bytes)
+
+    @property
+    def _now(self) -> int:
+        return self._live.now + self.aside_bytes
 
     @property
     def _limit_bytes(self) -> float:
@@ -162,7 +169,7 @@ class Releaser:
 
     def has_room(self, extra: float) -> bool:
         """Whether ``extra`` bytes more fit, beside proofs that are still to come."""
-        return self._live.now + extra <= self._limit_bytes
+        return self._now + extra <= self._limit_bytes
 
     def reserve_for(self, value: StoredValue) -> None:
         """``value`` is held from now on: its proof will take room."""
@@ -175,7 +182,7 @@ class Releaser:
         rooms.sort(key=lambda found: (found[0], found[1].number))
         while rooms and not self._proving:
             self._proof_bytes = rooms[-1][0]
-            if self.has_room(extra) or self._live.now + self._proof_bytes > self.budget_bytes:
+            if self.has_room(extra) or self._now + self._proof_bytes > self.budget_bytes:
                 return
             self._prove([rooms.pop()[1]])
         self._proof_bytes = 0.0
@@ -234,8 +241,8 @@ class Releaser:
         in_backward = graph_task() != -1
         limit = self.budget_bytes if in_backward else self._limit_bytes
         for value in sorted((v for v in self._holdings if self._may_go(v)), key=_room_for_proof):
-            missing = self._live.now + extra - limit
-            over = self._live.now + _room_for_proof(value) - self.budget_bytes
+            missing = self._now + extra - limit
+            over = self._now + _room_for_proof(value) - self.budget_bytes
             if missing <= 0 or (in_backward and over > max(missing, self.over_bytes)):
                 break
             self._prove([value])
@@ -244,7 +251,7 @@ class Releaser:
     def _fits(self, values: list[StoredValue]) -> bool:
         """Whether ``values`` can be proven in one pass within the budget."""
         chain = chain_of(values) if values else []
-        return chain is not None and transient_bytes(chain, values) + self._live.now <= self.budget_bytes
+        return chain is not None and transient_bytes(chain, values) + self._now <= self.budget_bytes
 
     def _drop(self, value: StoredValue) -> None:
         if not value.proven or value.tensor is None or value.locked:
@@ -260,13 +267,14 @@ class Releaser:
             return
         self._holdings.release(value)
         self.num_released += 1
+        self.dropped_bytes += value.bytes
 
     def prove_layer(self, layer: int) -> None:
         """Prove what a layer has made while all of it is there: later a proof takes more memory, or there is none.
 
         Layer 0 is what runs in none.
         """
-        if self._live.now <= _EARLY_SHARE * self.budget_bytes or self.thrashing:
+        if self._now <= _EARLY_SHARE * self.budget_bytes or self.thrashing:
             return
         self._prove_what_fits([v for v in self._unproven() if v.layer == layer])
 
@@ -276,7 +284,7 @@ class Releaser:
         Args:
             outer: The windows that stay open.
         """
-        if self._live.now > _WINDOW_SHARE * self.budget_bytes and not self.thrashing:
+        if self._now > _WINDOW_SHARE * self.budget_bytes and not self.thrashing:
             self._prove_what_fits([v for v in self._unproven() if not v.windows <= outer])
 
     def _prove_what_fits(self, values: list[StoredValue]) -> None:

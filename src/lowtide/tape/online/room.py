@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from lowtide.device.block_size import in_blocks
-from lowtide.tracing.operators import packet_name, tensors_in, tensors_of
+from lowtide.tracing.operators import OPERATORS, packet_name, tensors_in, tensors_of
 
 # Views of what they read: they make nothing.
 _VIEWS = frozenset({
@@ -28,41 +28,102 @@ _VIEWS = frozenset({
 # Kernels that take reordered copies of what they read and make, which no allocation of the tape's shows beforehand.
 _CONVOLUTIONS = frozenset({"aten.convolution", "aten.convolution_backward"})
 _ATTENTION = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu"})
+_MOST_LEARNED = 256  # sequences of forward ops whose backwards are remembered
 _HALF = frozenset({torch.bfloat16, torch.float16})
 _PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
+
+
+class Need:
+    """What one operator has needed so far.
+
+    Attributes:
+        facts: What is known of it besides.
+        has_workspace: Some kernel of it allocates more than it makes, as was measured.
+    """
+
+    __slots__ = ("_most", "_read_bytes", "facts", "has_workspace")
+
+    def __init__(self, func: Any) -> None:
+        self.facts = OPERATORS[func]
+        self._read_bytes, self._most = -1, 0
+        self.has_workspace = False
+
+    @property
+    def asks(self) -> bool:
+        """More is to be seen to than what it makes: it writes, draws random numbers, or takes workspace."""
+        return self.facts.writes or self.facts.random or self.has_workspace
+
+    def at_most(self, read_bytes: int) -> float:
+        """Bytes that it allocates on tensors of so many bytes, at most; infinite where nobody knows.
+
+        Twice what it has needed on as many: what it makes depends on shapes, too.
+        """
+        return 2 * self._most if read_bytes <= self._read_bytes else math.inf
+
+    def note(self, read_bytes: int, needed: int) -> None:
+        """It has needed so much, at most, on tensors of so many bytes."""
+        if needed > self._most:
+            self._most = needed
+        if read_bytes > self._read_bytes:
+            self._read_bytes = read_bytes
+
+
+class _Needs(dict[Any, Need]):
+    def __missing__(self, func: Any) -> Need:
+        found = self[func] = Need(func)
+        return found
+
+
+class LearnedBackward(NamedTuple):
+    """What the ops of a backward hold; see ``learned_backward.py``.
+
+    Attributes:
+        held_bytes: At its start, when each tensor is unpacked, and at its end.
+        most_bytes: At most, before the first of these, between one and the next, and behind the last one. What dies
+            meanwhile of what was there before counts against it.
+    """
+
+    held_bytes: list[int]
+    most_bytes: list[int]
+
+
+class KnownBackwards:
+    """By sequence of forward ops; None of one whose ops have to be seen. Outlives a step."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, LearnedBackward | None] = {}
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._known
+
+    def get(self, key: Any) -> LearnedBackward | None:
+        return self._known.get(key)
+
+    def learn(self, key: Any, learned: LearnedBackward | None) -> None:
+        if len(self._known) >= _MOST_LEARNED:
+            self._known.clear()
+        self._known[key] = learned
 
 
 class ExpectedBytes:
     """What each op made when it ran on arguments of these shapes.
 
-    Shapes are asked for only where the most that the operator has needed so far might not fit (``at_most``).
+    Shapes are asked for only where the most that the operator has needed so far might not fit.
 
     Attributes:
+        needs: By operator: what it has needed so far.
+        backwards: What backwards have held so far.
         inputs_bytes: Of the last step: what was there before it and no call of the model was given (targets, mostly).
             None before the first.
     """
 
     def __init__(self) -> None:
         self.inputs_bytes: int | None = None
-        self._bounds: dict[Any, tuple[int, int]] = {}  # by operator: the most that it read, the most that it needed
+        self.needs = _Needs()
+        self.backwards = KnownBackwards()
         self._made: dict[Key, int] = {}
         self._workspace: dict[Key, int] = {}
         self._workspace_share: dict[Key, float] = {}  # the most, of what an op with these dtypes reads and makes
-        self._has_workspace: set[Any] = set()  # operators
-
-    def at_most(self, func: Any, read_bytes: int) -> float:
-        """Bytes that ``func`` allocates on tensors of so many bytes, at most; infinite where nobody knows.
-
-        Twice what it needed before on as many: what it makes depends on shapes, too.
-        """
-        read, needed = self._bounds.get(func, _NOTHING_SEEN)
-        return 2 * needed if read_bytes <= read else math.inf
-
-    def note(self, func: Any, read_bytes: int, needed: int) -> None:
-        """``func`` has needed so much, at most, on tensors of so many bytes."""
-        before = self._bounds.get(func, _NOTHING_SEEN)
-        if read_bytes > before[0] or needed > before[1]:
-            self._bounds[func] = max(read_bytes, before[0]), max(needed, before[1])
 
     def key(self, func: Any, args: tuple) -> Key:
         tensors = tensors_of(args)
@@ -83,10 +144,6 @@ class ExpectedBytes:
             workspace = int(share * (made + _read_bytes(key))) if share else 0
         return made + workspace
 
-    def may_have_workspace(self, func: Any) -> bool:
-        """Whether ``known_workspace`` is above 0 for some call of it."""
-        return func in self._has_workspace
-
     def known_workspace(self, key: Key) -> int:
         """What the kernel is known to allocate beside what it makes; 0 before that was measured."""
         return self._workspace.get(key, 0)
@@ -98,14 +155,13 @@ class ExpectedBytes:
         """What the kernel allocates beside what it makes; of other shapes it is expected to take as large a share."""
         self._workspace[key] = workspace_bytes
         if workspace_bytes:
-            self._has_workspace.add(key[0])
+            self.needs[key[0]].has_workspace = True
         moved = self._made.get(key, 0) + _read_bytes(key)
         kind = _without_shapes(key)
         self._workspace_share[kind] = max(self._workspace_share.get(kind, 0.0), workspace_bytes / max(moved, 1))
 
 
 Key = tuple[Any, ...]  # an operator, whether all that it reads is on the CPU, and shape and dtype of each
-_NOTHING_SEEN = (-1, 0)
 
 
 def key_of(func: Any, on_cpu: bool, tensors: Iterable[tuple[Any, torch.dtype]]) -> Key:
