@@ -1,7 +1,7 @@
 """Dispatch modes of lowtide's own, what they look through, and work that no mode sees."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NESTED = "torch.nested."
+NOTHING = nullcontext()  # around an op: one object, so that whoever runs ops knows it
 _NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
 
 

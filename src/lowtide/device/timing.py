@@ -5,7 +5,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -57,8 +56,7 @@ class OpenSpan(NamedTuple):
     begin: torch.Event | None
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One call.
 
     Attributes:

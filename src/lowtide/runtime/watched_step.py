@@ -11,7 +11,7 @@ others early. So the record ends a storage's life where it would have ended:
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -23,6 +23,7 @@ from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 
 from lowtide.device import values_off
+from lowtide.device.dispatch import NOTHING
 from lowtide.device.names import device_name, is_accelerator
 from lowtide.errors import UnsupportedModelError
 from lowtide.estimation.roofline import estimate
@@ -52,7 +53,6 @@ from lowtide.tracing.sharding.zero3 import has_gathered
 from lowtide.tracing.tracer import add_residents, finished_graph, resident_bytes
 from lowtide.tracing.whole_modules import calls_compiled_code
 
-_NOTHING = nullcontext()
 _OWN_REFERENCES = 2  # to a storage that only the tape holds: its tensor, and the storage's Python object
 _MOST_RESERVED = 0.1  # of what the first step may make
 # The tape's own work for each op: forward, dropped besides, replayed (benchmarks/overhead.py).
@@ -143,7 +143,7 @@ class WatchedStep(OnlineTape):
         self._poll()
         return self.recorder.function(self.observed_call(call))
 
-    def _run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = _NOTHING) -> Any:
+    def _run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = NOTHING) -> Any:
         self._poll()
         if self._reserved_bytes and graph_task() != -1:  # the loss is there
             self._reserve(0)
@@ -158,7 +158,10 @@ class WatchedStep(OnlineTape):
         def run(around: AbstractContextManager[Any]) -> Any:
             nonlocal result, failed, ran
             ran = True
-            with seen_on_cpu(self._calls_compiled_code):  # whose backward may free what the op makes
+            if self._calls_compiled_code:
+                with seen_on_cpu():  # its backward may free what the op makes
+                    result = super(WatchedStep, self)._run_op(func, args, kwargs, around)
+            else:
                 result = super(WatchedStep, self)._run_op(func, args, kwargs, around)
             failed = False
             return result
@@ -205,7 +208,7 @@ class WatchedStep(OnlineTape):
         self._reserved_bytes = size
 
     def _run_timed(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        result = self.times.run(lambda: func(*args, **kwargs))
+        result = self.times.run(func, args, kwargs)
         self.op_s = self.times.last_s
         return result
 

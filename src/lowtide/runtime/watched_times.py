@@ -36,10 +36,10 @@ class WatchedTimes:
         self._again: dict[int, list[Span]] = defaultdict(list)  # by signature
         self._first: dict[int, list[Span]] = defaultdict(list)  # watched, and slower
 
-    def run(self, call: Callable[[], _T]) -> _T:
+    def run(self, call: Callable[..., _T], args: tuple, kwargs: dict) -> _T:
         """What ``call`` returns, which is one op."""
         opened = self._spans.begin()
-        result = call()
+        result = call(*args, **kwargs)
         self._last = self._spans.end(opened)
         return result
 

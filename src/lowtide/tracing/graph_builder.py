@@ -255,8 +255,9 @@ class GraphBuilder:
             else:  # nothing sees it any more
                 self.storages[s] = Storage(s, 0, "other")
             self._unread.discard(s)
-        for readers in self._readers.values():
-            readers[:] = [number for number in readers if number < op.id]
+        for s in {s for joined in self.ops[mark.ops :] for s in joined.reads}:
+            if readers := self._readers.get(s):
+                readers[:] = [number for number in readers if number < op.id]
         del self.ops[mark.ops :]
         gone = {(FREE, s) for s in range(mark.storages, len(self.storages))}
         since = [e for e in self.events[mark.events :] if e[0] != RUN and e not in gone]

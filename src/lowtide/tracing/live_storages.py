@@ -23,7 +23,7 @@ class LiveStorages:
         self._builder = builder
         self._device = device
         self._ids: dict[int, int] = {}
-        self._references: dict[int, weakref.ref] = {}
+        self._entries: dict[int, _Entry] = {}
         self._adopted: set[int] = set()
         self._freed: set[int] = set()  # storages that Python has let go while a tape still holds them
 
@@ -45,8 +45,9 @@ class LiveStorages:
         number = self._ids.get(storage._cdata)
         if number is None:
             # A random kernel's seed may be a number on the CPU.
-            is_elsewhere = storage.device.type != self._device.type or is_on_host(storage)
-            size = 0 if is_elsewhere else allocated_bytes(storage)
+            device = storage.device
+            is_here = device == self._device or device.type == self._device.type
+            size = allocated_bytes(storage) if is_here and not is_on_host(storage) else 0
             number = self._builder.add_storage(size, kind, op=op, output=output, fixed=fixed)
             self._add(storage, number, None if op is None else (FREE, number))
         return number
@@ -89,18 +90,34 @@ class LiveStorages:
 
     def _add(self, storage: torch.UntypedStorage, number: int, death: tuple[int, int] | None) -> None:
         """``storage`` has the id ``number`` until it dies, which is the event ``death``."""
-        key, builder = storage._cdata, self._builder
+        entry = _Entry(storage, _died)
+        entry.live, entry.key, entry.number, entry.death = self, storage._cdata, number, death
+        self._ids[entry.key], self._entries[entry.key] = number, entry
 
-        @never_compiled
-        def died(_: Any) -> None:
-            self._ids.pop(key, None)
-            self._references.pop(key, None)
-            event = (FREE, number) if number in self._adopted else death
-            if event is not None and number not in self._freed:
-                builder.add_event(*event)
-
-        self._ids[key], self._references[key] = number, weakref.ref(storage, died)
+    def note_death(self, entry: "_Entry") -> None:
+        self._ids.pop(entry.key, None)
+        self._entries.pop(entry.key, None)
+        number = entry.number
+        event = (FREE, number) if number in self._adopted else entry.death
+        if event is not None and number not in self._freed:
+            self._builder.add_event(*event)
 
     def stop(self) -> None:
         """Deaths count no more."""
-        self._references.clear()
+        self._entries.clear()
+
+
+class _Entry(weakref.ref[torch.UntypedStorage]):
+    """A storage, weakly."""
+
+    __slots__ = ("death", "key", "live", "number")
+
+    death: tuple[int, int] | None
+    key: int
+    live: LiveStorages
+    number: int
+
+
+@never_compiled
+def _died(entry: _Entry) -> None:
+    entry.live.note_death(entry)

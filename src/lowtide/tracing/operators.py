@@ -139,10 +139,10 @@ class Operator:
     def __init__(self, func: Any) -> None:
         self._func, self.name = func, packet_name(func)
         self.writes, self.random = bool(written_arguments(func)), may_draw_random_numbers(func)
-        self.may_omit = bool(omittable_arguments(func))
+        self.may_omit = self.name in _MAY_OMIT
         self.is_unknown = func.namespace not in _OF_PYTORCH
         arguments = func._schema.arguments
-        self._asks = self.is_unknown or self.name in HIDDEN_BUFFER_WRITERS or any(map(_takes_generator, arguments))
+        self._asks = self.is_unknown or self.name in _MAY_MOVE_STATISTICS or any(map(_takes_generator, arguments))
         self._why = "" if self._asks else why_not_replayed(func, (), {})
 
     def why_not_replayed(self, args: tuple, kwargs: dict) -> str:
@@ -156,6 +156,7 @@ class _Operators(dict[Any, Operator]):
 
 
 OPERATORS = _Operators()
+_MAY_OMIT, _MAY_MOVE_STATISTICS = frozenset(OMITTED_IN_REPLAYS), HIDDEN_BUFFER_WRITERS
 _OF_PYTORCH = frozenset({"aten", "prims"})
 
 

@@ -8,13 +8,14 @@ held as copies: backward uses them as indices.
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.device.dispatch import UncompiledMode, bytes_of
+from lowtide.device.dispatch import NOTHING, UncompiledMode, bytes_of
 from lowtide.device.generators import state_bytes
 from lowtide.device.memory import give_back_peak
 from lowtide.errors import UnsupportedModelError
@@ -32,6 +33,7 @@ from lowtide.tracing.live_storages import LiveStorages
 from lowtide.tracing.opaque_calls import CallsAsOne
 from lowtide.tracing.operators import (
     COMMUNICATES,
+    OPERATORS,
     OVERWRITERS,
     PLAIN_TYPES,
     UNINITIALISED,
@@ -41,14 +43,13 @@ from lowtide.tracing.operators import (
     fingerprint,
     gradient_of,
     is_opened_type,
-    may_draw_random_numbers,
     may_write_undeclared,
     omitted_in_replay,
     packet_name,
     shape_depends_on_values,
     storage_of,
     tensors_in,
-    why_not_replayed,
+    tensors_of,
     written_tensors,
 )
 from lowtide.tracing.saved_tensor_hooks import SavedTensorHooks
@@ -118,6 +119,7 @@ class Recorder(UncompiledMode):
         )
         self.hooks = SavedTensorHooks(self.builder, self.live, self._compiled, self.assignments, self.functions.stored)
         self._signatures: dict[str, int] = {}  # same operator on tensors of the same shapes and types
+        self._signature_by_key: dict[tuple, int] = {}  # the same, without writing it out
         self._workspace_bytes: dict[int, int] = {}  # what a kernel allocates beside its outputs, by signature
         self.profiled = False  # a profiler was active: what kernels take beside what they make is not known
         self._undeclared_writes: dict[int, list[int]] = {}  # by signature, positions of inputs
@@ -159,10 +161,13 @@ class Recorder(UncompiledMode):
     def record(self, func: Any, args: tuple, kwargs: dict, run: RunOp) -> Any:
         """What ``run`` returns, which runs ``func`` on plain tensors, recorded as an op of the step."""
         if is_autograds_own(func):
-            return run(nullcontext())
-        builder, id_of = self.builder, self.number_of
+            return run(NOTHING)
+        builder, number_of, facts = self.builder, self.number_of, OPERATORS[func]
         backward = self._backward or in_last_backward()
-        inputs = [*tensors_in(args), *tensors_in(kwargs)]
+        inputs = tensors_of(args)
+        if kwargs:
+            inputs += tensors_in(kwargs)
+        found: dict[int, None] = {}
         for tensor in inputs:
             if type(tensor) not in PLAIN_TYPES and not _is_plain_parameter(tensor):
                 raise UnsupportedModelError(
@@ -170,28 +175,39 @@ class Recorder(UncompiledMode):
                     "  Tensor subclasses that do not say what they wrap (__tensor_flatten__) are not taped.\n"
                     "Train this model without lowtide, or unwrap the tensor before the step."
                 )
-        reads = tuple(dict.fromkeys(n for n in map(id_of, inputs) if n is not None))
-        not_replayed = [id_of(args[i]) for i in omitted_in_replay(func, args) if isinstance(args[i], torch.Tensor)]
-        reads = tuple(n for n in reads if n not in not_replayed)
-        to_write = written_tensors(func, args, kwargs)
-        writes = tuple(dict.fromkeys(n for n in map(id_of, to_write) if n is not None))
+            if (number := number_of(tensor)) is not None:
+                found[number] = None
+        reads = tuple(found)
+        not_replayed: list[int | None] = []
+        if facts.may_omit:
+            omitted = omitted_in_replay(func, args)
+            not_replayed = [number_of(args[i]) for i in omitted if isinstance(args[i], torch.Tensor)]
+            reads = tuple(n for n in reads if n not in not_replayed)
+        to_write: list[torch.Tensor] = []
+        writes: tuple[int, ...] = ()
+        if facts.writes:
+            to_write = written_tensors(func, args, kwargs)
+            writes = tuple(dict.fromkeys(n for n in map(number_of, to_write) if n is not None))
         for tensor in inputs:
             self.assignments.check(tensor)
         for tensor in to_write:
             if func is not torch.ops.aten.add_.Tensor or not self._is_gradient(tensor):
                 self._copy_before_write(tensor)
         signature = self._signature_of(func, args, kwargs)
-        reason = why_not_replayed(func, args, kwargs)
-        result = self._run(signature, func, (args, kwargs), inputs, run)
+        reason = facts.why_not_replayed(args, kwargs)
+        if signature in self._workspace_bytes:
+            result = run(NOTHING)
+        else:
+            result = self._run_first(signature, func, (args, kwargs), inputs, run)
         rng_bytes = 0
-        if may_draw_random_numbers(func) and draws_random_numbers(func, args, kwargs):
+        if facts.random and draws_random_numbers(func, args, kwargs):
             rng_bytes = state_bytes(self._device)
         if undeclared := self._undeclared_writes[signature]:
-            changed = {n for i in undeclared if (n := id_of(inputs[i])) is not None} - set(writes)
+            changed = {n for i in undeclared if (n := number_of(inputs[i])) is not None} - set(writes)
             if changed.difference(not_replayed):
                 reason = reason or "changes an input that its schema says it only reads"
             writes += tuple(sorted(changed))
-        if not reason and any(storage_of(t) is None for t in inputs):
+        if not reason and any([storage_of(t) is None for t in inputs]):
             reason = "reads a tensor without one plain storage"
         if backward:
             self.sums.add_op(len(builder.ops), func, args, inputs)
@@ -208,29 +224,36 @@ class Recorder(UncompiledMode):
         return self.live.id_of(tensor)
 
     def _signature_of(self, func: Any, args: tuple, kwargs: dict) -> int:
+        try:
+            key = (func, *map(_key_of, args), *((name, _key_of(a)) for name, a in kwargs.items()))
+            return self._signature_by_key[key]
+        except (TypeError, RuntimeError):  # an argument that no key stands for; a tensor without strides
+            key = None
+        except KeyError:
+            pass
         signature = describe(func, args, kwargs)
         text = json.dumps(signature, sort_keys=True)
         if text not in self._signatures:
             self._signatures[text] = self.builder.add_signature(signature)
+        if key is not None:
+            self._signature_by_key[key] = self._signatures[text]
         return self._signatures[text]
 
-    def _run(self, signature: int, func: Any, given: tuple, inputs: list[torch.Tensor], run: RunOp) -> Any:
-        """What ``run`` returns, which runs ``func``. The first run of a signature is watched.
+    def _run_first(self, signature: int, func: Any, given: tuple, inputs: list[torch.Tensor], run: RunOp) -> Any:
+        """What ``run`` returns, which runs ``func``, of a signature that is new: it is watched.
 
         What counts is what the kernel allocates, and which inputs it changes though its schema says that it only reads
         them.
         """
-        if signature in self._workspace_bytes:
-            return run(nullcontext())
         if self._kernel_facts is not None:
             facts = self._kernel_facts(self.builder.signatures[signature], func, *given)
             self._workspace_bytes[signature], self._undeclared_writes[signature] = facts
-            return run(nullcontext())
+            return run(NOTHING)
         with self.builder.ignoring_ops():
             if func.namespace in COMMUNICATES:  # what they write may come after the call has returned: no use looking
                 self._undeclared_writes[signature] = list(range(len(inputs))) if may_write_undeclared(func) else []
                 self._workspace_bytes[signature] = 0
-                return run(nullcontext())
+                return run(NOTHING)
             kernel = _kernel(func, given, inputs)
             known = _undeclared_writes.get(kernel)
             before = [fingerprint(t) for t in inputs] if known is None else []
@@ -288,9 +311,9 @@ class Recorder(UncompiledMode):
         makes = self._add_outputs(number, result, fixed, backward=backward, writes=bool(writes))
         if backward:
             self.sums.add_made(makes)
-        elif all(builder.storages[s].fixed in ("", UNINITIALISED) for s in makes):
+        elif makes and all([builder.storages[s].fixed in ("", UNINITIALISED) for s in makes]):
             builder.allow_completion(makes)
-        if shape_depends_on_values(func, args) or not self._value_shaped.isdisjoint(reads):
+        if makes and (shape_depends_on_values(func, args) or not self._value_shaped.isdisjoint(reads)):
             self._value_shaped.update(makes)
         completes = None
         if not backward and reason == WRITES and len(writes) == 1:
@@ -299,14 +322,14 @@ class Recorder(UncompiledMode):
             rng_bytes = 0
         else:
             # What gathers a parameter gives it the values that it had.
-            writes = tuple(s for s in writes if not self._is_gathering(s))
+            writes = tuple([s for s in writes if not self._is_gathering(s)]) if writes else ()
             for s in writes:
                 if not (backward and self._note_step_in_backward(s)):
                     builder.mark_written(s)
         builder.ops.append(
             Op(
                 number,
-                str(func),
+                _name_of(func),
                 builder.frame,
                 backward,
                 reads,
@@ -327,7 +350,8 @@ class Recorder(UncompiledMode):
             reason = self.sharding_observer.why_fixed(reads) or reason
         if reason:
             return reason
-        if any(builder.changes_during_step(s) for s in reads):
+        storages = builder.storages
+        if any([storages[s].op is None and storages[s].fixed for s in reads]):  # that changes during the step
             return "reads memory that is written during the step"
         if builder.region == "model" and builder.frame == 0:
             return "runs outside the model"
@@ -337,7 +361,7 @@ class Recorder(UncompiledMode):
         """The storages that ``op`` has made; views of known ones, and outputs that it was given, are none."""
         makes: list[int] = []
         kind = "backward" if backward else "activation"
-        for output, tensor in enumerate(tensors_in(result)):
+        for output, tensor in enumerate((result,) if type(result) is torch.Tensor else tensors_in(result)):
             if tensor.is_inference():
                 fixed = fixed or "made in inference mode"
             known = len(self.builder.storages)
@@ -437,11 +461,33 @@ class Recorder(UncompiledMode):
         self.sums.forget_nodes()
 
 
+def _key_of(argument: Any) -> Any:
+    """Equal keys have equal descriptions. Raises: TypeError: nothing stands for it."""
+    kind = type(argument)
+    if kind is torch.Tensor or kind is nn.Parameter:
+        return argument.shape, argument.stride(), argument.dtype, argument.device
+    if kind is list or kind is tuple:
+        return tuple(map(_key_of, argument))
+    if kind is float:
+        return kind, argument or repr(argument)  # 0.0 is described otherwise than -0.0
+    if kind in _KEYS:
+        return kind, argument
+    raise TypeError(kind)
+
+
+_KEYS = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+
+
 def _kernel(func: Any, given: tuple[tuple, dict], inputs: list[torch.Tensor]) -> tuple:
     """What decides which inputs an operator writes: which tensors there are, their types, and flags."""
     args, kwargs = given
     flags = [a if isinstance(a, bool) or a is None else type(a) for a in (*args, *kwargs.values())]
     return func, *flags, *kwargs, *(t.dtype for t in inputs), *(t.device.type for t in inputs[:1])
+
+
+@cache
+def _name_of(func: Any) -> str:
+    return str(func)
 
 
 def _is_plain_parameter(tensor: torch.Tensor) -> bool:

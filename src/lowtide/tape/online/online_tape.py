@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch._C import _len_torch_dispatch_stack as num_modes
 from torch._C import _storage_Use_Count as use_count
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.device.dispatch import UncompiledMode
+from lowtide.device.dispatch import NOTHING, UncompiledMode
 from lowtide.device.generators import state_bytes
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
@@ -76,7 +76,6 @@ from lowtide.tracing.sharding.observer import PauseDuringSharding, ShardingObser
 from lowtide.tracing.sharding.windows import NO_WINDOWS, OpenWindows
 from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
-_NOTHING = nullcontext()
 _OUT_OF_MEMORY = object()
 _OWN_REFERENCES = 2  # to a storage that one tensor has: the tensor's, and the storage's Python object
 _OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
@@ -335,9 +334,9 @@ class OnlineTape(UncompiledMode):
             return func(*args, **kwargs)
         return self._run_op(func, args, kwargs)
 
-    def _run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = _NOTHING) -> Any:
+    def _run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = NOTHING) -> Any:
         """Make room, run ``func`` with ``around`` open, leave a recipe. No error of the bookkeeping gets out."""
-        if around is _NOTHING and self.running_call is None and in_last_backward():
+        if around is NOTHING and self.running_call is None and in_last_backward():
             need, inputs = self._expected.needs[func], tensors_of(args)
             read_bytes = sum([t.nbytes for t in inputs])
             if not need.asks and self.releaser.has_room(need.at_most(read_bytes)):
@@ -349,7 +348,7 @@ class OnlineTape(UncompiledMode):
             raise
         except Exception as error:  # nothing of ours may end the step
             self.give_up(error)
-        if around is _NOTHING:
+        if around is NOTHING:
             result = self._run_with_room(func, args, kwargs, op)
         else:
             with around:
@@ -369,7 +368,7 @@ class OnlineTape(UncompiledMode):
         """Run an op of backward, for which there is room: what it makes is counted."""
         self._number += 1
         try:
-            result = func(*args, **kwargs)
+            result = self._run_timed(func, args, kwargs)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -383,7 +382,8 @@ class OnlineTape(UncompiledMode):
                 storage = storage_of(tensor)
                 if storage is not None and storage not in self.live and not _is_given(tensor, storage, inputs):
                     self.new_value(storage, 0 if tensor.is_inference() else tensor._version, in_backward=True)
-            need.note(read_bytes, self.live.now - before)
+            self._last_sizes = read_bytes, self.live.now - before
+            need.note(*self._last_sizes)
             if self._seen_backward is not None:
                 self._seen_backward.note_op()
         except Exception as error:
@@ -730,7 +730,7 @@ class OnlineTape(UncompiledMode):
         value = packed.claim.value
         with self._lock:
             if value.tensor is None:
-                away = _disable_current_modes() if num_modes() else _NOTHING
+                away = _disable_current_modes() if num_modes() else NOTHING
                 with torch.no_grad(), away, below_autograd():
                     self.releaser.remake(value)
             value.last_use = self._number
