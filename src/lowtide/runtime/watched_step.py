@@ -192,6 +192,8 @@ class WatchedStep(OnlineTape):
     def _count_inputs(self, given: Any) -> None:
         """Tensors that no call of the model was given, targets mostly, take memory too."""
         since, self._num_looked_at = self._num_looked_at, len(self._builder.storages)
+        if all([s.op is not None for s in self._builder.storages[since:]]):  # the op has made them
+            return
         found = {number: t for t in tensors_in(given) if (number := self._storages.find(t) or 0) >= since}
         for number, tensor in found.items():
             storage, recorded = storage_of(tensor), self._builder.storages[number]

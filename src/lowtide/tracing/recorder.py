@@ -167,7 +167,7 @@ class Recorder(UncompiledMode):
         inputs = tensors_of(args)
         if kwargs:
             inputs += tensors_in(kwargs)
-        found: dict[int, None] = {}
+        found: dict[Any, None] = {}
         for tensor in inputs:
             if type(tensor) not in PLAIN_TYPES and not _is_plain_parameter(tensor):
                 raise UnsupportedModelError(
@@ -175,8 +175,9 @@ class Recorder(UncompiledMode):
                     "  Tensor subclasses that do not say what they wrap (__tensor_flatten__) are not taped.\n"
                     "Train this model without lowtide, or unwrap the tensor before the step."
                 )
-            if (number := number_of(tensor)) is not None:
-                found[number] = None
+            found[number_of(tensor)] = None
+        lacks_storage = None in found
+        found.pop(None, None)
         reads = tuple(found)
         not_replayed: list[int | None] = []
         if facts.may_omit:
@@ -207,7 +208,7 @@ class Recorder(UncompiledMode):
             if changed.difference(not_replayed):
                 reason = reason or "changes an input that its schema says it only reads"
             writes += tuple(sorted(changed))
-        if not reason and any([storage_of(t) is None for t in inputs]):
+        if not reason and lacks_storage:
             reason = "reads a tensor without one plain storage"
         if backward:
             self.sums.add_op(len(builder.ops), func, args, inputs)
