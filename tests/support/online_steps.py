@@ -13,7 +13,9 @@ from torch import nn
 
 from lowtide.runtime.seam import Seam
 from lowtide.runtime.watched_step import WatchedStep
+from lowtide.tape.online.online_calls import KnownCalls
 from lowtide.tape.online.online_tape import OnlineTape
+from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tracing import module_calls
 from lowtide.tracing.batches import call_of
 from lowtide.tracing.tracer import run_step
@@ -61,3 +63,26 @@ def online(
     found = outcome(model, loss)
     del loss
     return found, tape
+
+
+class Steps:
+    """Steps of copies of one model within one budget, of which each knows what those before have shown."""
+
+    def __init__(self, model: nn.Module, budget_bytes: float) -> None:
+        self.model, self.budget_bytes = model, budget_bytes
+        self.expected, self.known_calls = ExpectedBytes(), KnownCalls()
+
+    def run(self, x: torch.Tensor) -> tuple[dict[str, torch.Tensor | None], OnlineTape]:
+        def make(model: nn.Module, budget_bytes: float) -> OnlineTape:
+            return OnlineTape(model, budget_bytes, self.expected, self.known_calls)
+
+        return online(self.model, x, self.budget_bytes, make=make)
+
+
+def layers(num: int = 6, width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)) for _ in range(num)]
+    model = nn.Sequential(*made)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    return model

@@ -33,7 +33,6 @@ from lowtide.simulation import simulator
 from lowtide.solvers import graph_queries
 from lowtide.tape import recipes, replay, values
 from lowtide.tape.execution_state import GeneratorState
-from lowtide.tracing import recorder
 from lowtide.tracing.graph_builder import GraphBuilder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -218,7 +217,7 @@ def test_sparse_gradients_arrive_as_plainly():
 
 
 def test_sparse_tensors_break_the_trace_without_the_guard(monkeypatch):
-    monkeypatch.setattr(recorder, "storage_of", torch.Tensor.untyped_storage)
+    monkeypatch.setattr(live_storages, "storage_of", torch.Tensor.untyped_storage)
 
     with pytest.raises(LowtideError, match="Cannot access storage of SparseTensorImpl"):
         lowtide.trace(Net(sparse), torch.randn(4, 8))

@@ -2,7 +2,6 @@
 
 import weakref
 from dataclasses import replace
-from typing import Any
 
 import torch
 

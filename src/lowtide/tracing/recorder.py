@@ -47,7 +47,6 @@ from lowtide.tracing.operators import (
     omitted_in_replay,
     packet_name,
     shape_depends_on_values,
-    storage_of,
     tensors_in,
     tensors_of,
     written_tensors,

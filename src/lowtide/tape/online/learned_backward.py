@@ -31,6 +31,7 @@ class SeenBackward:
         self._live, self._releaser = live, releaser
         self._held: list[int] = []
         self._most: list[int] = []
+        self._start = self._highest = 0  # of live bytes, since a tensor was unpacked
         self._is_usable = True
         live.begin_backward()
         self.note_unpacked()

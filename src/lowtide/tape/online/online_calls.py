@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.generators import GeneratorStates
 from lowtide.tape.execution_state import ExecutionState
+from lowtide.tape.online.known_proofs import KnownProofs
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_values import Recipe, StoredValue, UnreadableError, value_of_storage
 from lowtide.tape.online.release import Releaser
@@ -71,12 +72,14 @@ class KnownCalls:
         functions: Their subclasses that tell when they return.
         kept: Of Functions that must not run again: name and why.
         proven_anew: Names of those that are given other numbers all the time.
+        proofs: Of operators.
     """
 
     def __init__(self) -> None:
         self.functions = ReportingFunctions()
         self.kept: dict[str, str] = {}
         self.proven_anew: set[str] = set()
+        self.proofs = KnownProofs()
         self._kinds = KnownKinds(many_places=True)
 
     def verdict(self, kind: Kind) -> str | None:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DispatchKey
+from torch._C import DispatchKey, _DisableTorchDispatch
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch._C import _current_graph_task_id as graph_task
-from torch._C import _DisableTorchDispatch
 from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch._C import _len_torch_dispatch_stack as num_modes
@@ -113,12 +112,12 @@ class OnlineTape(UncompiledMode):
         self._wrapped = model is not None and bool(wrapped_parameters(model))
         self.live = LiveBytes()
         self._holdings = Holdings()
-        self.releaser = Releaser(self._holdings, self.live, budget_bytes)
+        self._expected = expected or ExpectedBytes()
+        self.known_calls = known_calls or KnownCalls()
+        self.releaser = Releaser(self._holdings, self.live, budget_bytes, self.known_calls.proofs)
         self.problem = ""
         self._peak_op = (0, 0, "")  # the highest peak that an op's workspace was in, the workspace, and whose it was
         self.checkpointed = self.other_hooks = ""
-        self._expected = expected or ExpectedBytes()
-        self.known_calls = known_calls or KnownCalls()
         self.running_call: OnlineCall | None = None
         self._last_sizes = (0, 0)  # bytes that the last op read, and made
         self._windows: OpenWindows | None = None  # of a sharded model
@@ -126,6 +125,7 @@ class OnlineTape(UncompiledMode):
         self._number = 0
         self._pauses = 0
         self._paths: list[str] = []  # of the open module calls
+        self._positions = [0]  # of the last op in each of them, and in the step
         self._layers: list[int] = []  # of the open module calls: the number of the layer's call, 0 outside layers
         # Recipes that read a storage from outside, by its address.
         self._assignments: DataAssignmentGuard[StoredValue] | None = DataAssignmentGuard(
@@ -159,6 +159,7 @@ class OnlineTape(UncompiledMode):
         self._read_outside.clear()
         self._layers.clear()
         self._paths.clear()
+        self._positions[:] = [0]
         self.live.module = ""
         self._sequence = self._num_backwards = 0
         self.stop_observing()
@@ -245,6 +246,7 @@ class OnlineTape(UncompiledMode):
         around = self._layers[-1] if self._layers else 0
         self._layers.append(around or (self.calls if numbered else 0))
         self._paths.append(path)
+        self._positions.append(0)
         self.live.module = path
         if self._windows is not None:
             self._windows.enter(path, self.calls)
@@ -255,6 +257,7 @@ class OnlineTape(UncompiledMode):
             self._windows.leave()
         if self._paths:
             self._paths.pop()
+            self._positions.pop()
             self.live.module = self._paths[-1] if self._paths else ""
         if layer and not self._layer and graph_task() == -1 and not self.problem:
             try:
@@ -495,6 +498,7 @@ class OnlineTape(UncompiledMode):
             self._seen_backward.note_op(max(0, op.room_bytes - made_bytes))
         if not in_forward:
             return
+        self._positions[-1] += 1
         self._sequence = hash((self._sequence, id(op.need), made_bytes))
         if op.written:
             self._note_write(op, seconds)
@@ -519,6 +523,8 @@ class OnlineTape(UncompiledMode):
             for _, value in made:
                 value.why_kept = why or op.unreadable
             return
+        if self._windows is None:
+            recipe.place = self.live.module, self._positions[-1]
         if op.key is None:
             recipe.take_outputs(made, expected=self._expected)
         else:
@@ -642,9 +648,10 @@ class OnlineTape(UncompiledMode):
     def note_reads_of_op(
         self, tensors: Iterable[torch.Tensor], written: Iterable[torch.Tensor] = ()
     ) -> dict[int, StoredValue | None]:
-        """An op is about to read ``tensors``, of which it writes some. By id of the tensor: its value, if it has one."""
+        """An op is about to read ``tensors``, of which it writes some. Returns by id of a tensor its value, if any."""
         own = {s._cdata for t in written if (s := storage_of(t)) is not None} if written else ()
-        assignments, run, layer, found = self._assignments, self._run, self._layer, dict[int, StoredValue | None]()
+        assignments, run, layer = self._assignments, self._run, self._layer
+        found: dict[int, StoredValue | None] = {}
         for tensor in tensors:
             if assignments is not None:
                 assignments.check(tensor)
@@ -724,8 +731,7 @@ class OnlineTape(UncompiledMode):
         if type(packed) is Kept:
             if packed.changed():
                 raise modified_in_place(packed.tensor, packed.tensor.shape, packed.version)
-            if backward is not None:
-                backward.note_unpacked()
+            self._end_of_unpacking(backward)
             return packed.tensor
         value = packed.claim.value
         with self._lock:
@@ -740,9 +746,15 @@ class OnlineTape(UncompiledMode):
                 raise modified_in_place(memory, packed.size, packed.version)
             with _DisableTorchDispatch(), below_autograd():
                 tensor = packed.view_of(memory)
-            if backward is not None:
-                backward.note_unpacked()
+            self._end_of_unpacking(backward)
             return tensor
+
+    def _end_of_unpacking(self, backward: SeenBackward | UnseenBackward | None) -> None:
+        if backward is not None and not self.problem:
+            try:
+                backward.note_unpacked()
+            except Exception as error:
+                self.give_up(error)
 
     def note_claimed(self, value: StoredValue) -> None:
         """Autograd wants ``value`` from now on; its memory is held."""

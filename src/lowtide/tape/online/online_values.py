@@ -13,7 +13,7 @@ recipe reads it (``readers_released``). So a recipe can pin memory only from a r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -50,6 +50,8 @@ class StoredValue:
         windows: Those of a sharded model that were open when it was made; ``crosses``: something outside one of them
             has read it, and may ask for it when parameters that it is made from are not gathered.
         last_use: The last op that touched it.
+        proven: It was made again, with the same bits; ``known``: its op need not be; None: nobody has asked.
+            ``known_with_inputs``: Nor need be any of those before it.
         cost_s: Seconds that its op took when it ran.
         run: The step that it belongs to.
         seal: Sum of its words at release, compared when it is made again.
@@ -65,6 +67,8 @@ class StoredValue:
     claim: Callable[[], Claim | None] = staticmethod(lambda: None)
     readers_released = num_reads = locked = 0
     leaves_layer = crosses = proven = remade = overwritten = False
+    known: bool | None = None
+    known_with_inputs = False
     windows = NO_WINDOWS
     cost_s = 0.0
     seal: int | None = None
@@ -180,6 +184,7 @@ class Recipe:
         inputs: The stored values that it reads, each as often as it does.
         outputs: ``(position, value)`` of what it made.
         room_bytes: For all of that, and workspace; worked out when somebody asks.
+        place: The module call that it ran in, and its position there; None of what is proven each time.
         outside: Tensors that no op under the tape made (parameters, the batch).
         gathered: Parameters that it reads and that are whole only in its windows.
     """
@@ -189,6 +194,7 @@ class Recipe:
     gathered: tuple[Kept | GatheredView, ...] = ()
     outputs: tuple[tuple[int, weakref.ref[StoredValue]], ...] = ()
     _completions: tuple[_Completion, ...] = ()
+    place: tuple[str, int] | None = None
     _written = False
     _expected: ExpectedBytes | None = None
     _room_bytes = 0
@@ -218,6 +224,17 @@ class Recipe:
     @property
     def name(self) -> str:
         return str(self._func)
+
+    @property
+    def flags(self) -> Any:
+        """The global ones that it runs under."""
+        return self._run.flags
+
+    def calls(self) -> Iterator[tuple[Any, list[Any], Mapping[str, Any]]]:
+        """Operator, named arguments and keywords: of the op, then of what completed it."""
+        yield self._func, self._args, self._kwargs
+        for completion in self._completions:
+            yield completion.func, completion.args, completion.kwargs
 
     def complete(self, func: Any, args: tuple, kwargs: dict, rng: GeneratorState | None, position: int) -> None:
         """Add an in-place op on the output at ``position``. Raises: UnreadableError: an argument cannot be named."""

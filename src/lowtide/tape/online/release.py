@@ -1,7 +1,7 @@
 """Which stored values go when memory is short, and the proof that each can be made again.
 
 Price of a value, after Kirisame et al. 2021, "Dynamic Tensor Rematerialization" (https://arxiv.org/abs/2006.09616):
-seconds to make it again, with all that is absent before it, by bytes and by ops since its last use. Differs: what a
+seconds to make it again, with all that is absent around it, by bytes and by ops since its last use. Differs: what a
 layer hands on goes last, so that chains of absent values stay within layers; several values go at once, so that one
 proof serves them; and nothing is dropped without a proof. Before its memory goes, a value is made again and compared
 bitwise. The sum of its words is kept as a seal and compared when it goes and whenever it is made again.
@@ -19,7 +19,9 @@ from torch._C import _storage_Use_Count as use_count
 from lowtide.device.memory import release_cached_memory
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
 from lowtide.device.packing import lay_together
+from lowtide.tape.online.absent_runs import AbsentRuns
 from lowtide.tape.online.holdings import Holdings
+from lowtide.tape.online.known_proofs import KnownProofs, is_sealed_next
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_values import MARK, StoredValue
 from lowtide.tape.online.replays import (
@@ -40,7 +42,6 @@ _SLACK = 0.03  # of the budget: a release makes so much more room than was asked
 _PROOF_SHARE = 0.4  # of the budget at most is left free for what proofs take themselves
 _OWN_REFERENCES = 2  # to a storage that only the tape holds: its tensor, and the storage's Python object
 _LONGEST_CHAIN = 3000  # ops; a longer replay for one value costs more than any release is worth
-_MOST_PRICED = 400  # absent ancestors that are added up; beyond, the price is doubled instead
 _REPLAYS_PER_OP = 20  # so many replays for each op of the forward pass, and the step is thrashing
 _EARLY_SHARE = 0.5  # of the budget: once so much lives, each layer is proven when it ends
 _WINDOW_SHARE = 0.05  # of the budget: likewise, for what was made in the windows of a sharded model
@@ -68,8 +69,11 @@ class Releaser:
         must_stay: Whether a value cannot go at the moment, though it could at another.
     """
 
-    def __init__(self, holdings: Holdings, live: LiveBytes, budget_bytes: float) -> None:
+    def __init__(
+        self, holdings: Holdings, live: LiveBytes, budget_bytes: float, known: KnownProofs | None = None
+    ) -> None:
         self._holdings, self._live = holdings, live
+        self._known = known or KnownProofs()
         self.budget_bytes = budget_bytes
         self.over_bytes = self.lowered_bytes = 0.0
         self.aside_bytes = self.dropped_bytes = 0
@@ -173,11 +177,13 @@ class Releaser:
 
     def reserve_for(self, value: StoredValue) -> None:
         """``value`` is held from now on: its proof will take room."""
-        if not value.proven and self._may_be_proven(value):
+        if self._may_be_proven(value) and not self._is_proven(value):
             self._proof_bytes = max(self._proof_bytes, _room_for_proof(value))
 
     def _prove_while_there_is_room(self, extra: int) -> None:
         """Prove what takes most for it, until ``extra`` bytes fit beside the other proofs: nothing is let go for it."""
+        if not self._proof_bytes:  # nothing that is held has to be proven
+            return
         rooms = [(room, v) for v in self._unproven() if (room := _room_for_proof(v)) < math.inf]
         rooms.sort(key=lambda found: (found[0], found[1].number))
         while rooms and not self._proving:
@@ -187,12 +193,18 @@ class Releaser:
             self._prove([rooms.pop()[1]])
         self._proof_bytes = 0.0
 
-    def _unproven(self) -> list[StoredValue]:
-        return [v for v in self._holdings if not v.proven and self._may_be_proven(v)]
+    def _unproven(self, values: Iterable[StoredValue] | None = None) -> list[StoredValue]:
+        """Those of ``values``, or of all that is held, that are to be proven."""
+        values = self._holdings if values is None else values
+        return [v for v in values if self._may_be_proven(v) and not self._is_proven(v)]
+
+    def _is_proven(self, value: StoredValue) -> bool:
+        return value.proven or value.known_with_inputs or self._known.knows(value)
 
     def _choose(self, excess: float, tried: set[int]) -> list[StoredValue]:
         candidates = [v for v in self._holdings if id(v) not in tried and self._may_go(v)]
-        candidates.sort(key=self._price)
+        absent = AbsentRuns()
+        candidates.sort(key=lambda value: self._price(value, absent))
         chosen, size = [], 0
         for value in candidates:
             if size >= excess:
@@ -214,14 +226,14 @@ class Releaser:
         assert value.tensor is not None
         return use_count(value.tensor.untyped_storage()._cdata) <= _OWN_REFERENCES
 
-    def _price(self, value: StoredValue) -> tuple[bool, float]:
+    def _price(self, value: StoredValue, absent: AbsentRuns) -> tuple[bool, float]:
         age = self.num_ops - value.last_use + 1
-        return value.leaves_layer, _seconds_to_make(value) / (value.bytes * max(age, 1))
+        return value.leaves_layer, absent.seconds_to_make(value) / (value.bytes * max(age, 1))
 
     # -- release --------------------------------------------------------------------------------------------
 
     def _release(self, chosen: list[StoredValue]) -> None:
-        unproven = [v for v in chosen if not v.proven]
+        unproven = [v for v in chosen if not self._is_proven(v)]
         if self._fits(unproven):
             self._prove(unproven)
             for value in sorted(chosen, key=lambda v: v.number):
@@ -229,7 +241,7 @@ class Releaser:
             return
         # Not all at once: each goes as soon as it is proven, those that take least for it first.
         for value in sorted(chosen, key=_room_for_proof):
-            if value.proven or self._fits([value]):
+            if self._is_proven(value) or self._fits([value]):
                 self._prove([value])
                 self._drop(value)
 
@@ -254,7 +266,7 @@ class Releaser:
         return chain is not None and transient_bytes(chain, values) + self._now <= self.budget_bytes
 
     def _drop(self, value: StoredValue) -> None:
-        if not value.proven or value.tensor is None or value.locked:
+        if not self._is_proven(value) or value.tensor is None or value.locked:
             return
         chain = chain_of([value], later=True)
         if chain is None or len(chain) > _LONGEST_CHAIN or pinned_bytes(chain) >= value.bytes:
@@ -262,7 +274,9 @@ class Releaser:
             return
         if self.must_stay is not None and self.must_stay(value):
             return
-        if value.seal != sum_of_words(value.tensor):  # written since the proof, by what no version counts
+        if not value.proven:
+            value.seal = sum_of_words(value.tensor) if is_sealed_next() else None
+        elif value.seal != sum_of_words(value.tensor):  # written since the proof, by what no version counts
             value.why_kept = "was changed unseen"
             return
         self._holdings.release(value)
@@ -276,7 +290,7 @@ class Releaser:
         """
         if self._now <= _EARLY_SHARE * self.budget_bytes or self.thrashing:
             return
-        self._prove_what_fits([v for v in self._unproven() if v.layer == layer])
+        self._prove_what_fits(self._unproven([v for v in self._holdings if v.layer == layer and not v.proven]))
 
     def prove_window(self, outer: frozenset[int]) -> None:
         """Prove what was made in windows that are about to close, though little lives yet: later it cannot be proven.
@@ -285,7 +299,7 @@ class Releaser:
             outer: The windows that stay open.
         """
         if self._now > _WINDOW_SHARE * self.budget_bytes and not self.thrashing:
-            self._prove_what_fits([v for v in self._unproven() if not v.windows <= outer])
+            self._prove_what_fits(self._unproven([v for v in self._holdings if not v.windows <= outer]))
 
     def _prove_what_fits(self, values: list[StoredValue]) -> None:
         values = [v for v in values if chain_of([v]) is not None]
@@ -295,13 +309,13 @@ class Releaser:
 
     def _prove(self, values: list[StoredValue]) -> None:
         """Make each again beside what it replaces and compare; those that differ stay for good."""
-        values = [v for v in _with_siblings(values) if not v.proven and self._may_be_proven(v)]
+        values = self._unproven(_with_siblings(values))
         chain = chain_of(values) if values else None
         if chain is None:
             self._blocked.update(id(v) for v in values if chain_of([v], later=True) is None)
             return
         targets = {id(v) for v in values}
-        start = time.perf_counter()
+        num_differed, start = len(self.differed), time.perf_counter()
 
         def take(_: StoredValue, made: Made) -> Made:
             later: Made = []
@@ -324,6 +338,8 @@ class Releaser:
         before, self._proving = self._proving, True
         try:
             self._run(chain, values, take)
+            if len(self.differed) == num_differed:
+                self._known.learn(chain)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -406,20 +422,6 @@ class Releaser:
     def _before_replay(self, value: StoredValue) -> None:
         if not self._proving:
             self.make_room(room_bytes(value))
-
-
-def _seconds_to_make(value: StoredValue) -> float:
-    """Its own op, and those of all that is absent before it."""
-    total, seen, todo = value.cost_s, set(), list(value.inputs)
-    while todo:
-        read = todo.pop()
-        if not read.is_present and read.recipe is not None and id(read) not in seen:
-            seen.add(id(read))
-            total += read.cost_s
-            todo += read.inputs
-            if len(seen) > _MOST_PRICED:
-                return 2 * total
-    return total
 
 
 def _with_siblings(values: Iterable[StoredValue]) -> list[StoredValue]:
