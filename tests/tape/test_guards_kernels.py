@@ -33,6 +33,7 @@ from lowtide.simulation import simulator
 from lowtide.solvers import graph_queries
 from lowtide.tape import recipes, replay, values
 from lowtide.tape.execution_state import GeneratorState
+from lowtide.tracing import live_storages
 from lowtide.tracing.graph_builder import GraphBuilder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
