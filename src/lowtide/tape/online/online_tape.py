@@ -1,8 +1,9 @@
 """The online tape: keeps a budget without a plan, while the user's own step runs for the first time.
 
 Every op of the forward pass leaves a recipe that pins nothing. When live bytes would pass the budget, values are
-proven and let go (``release.py``); autograd gets them made again when backward asks. The mode stays on in backward and
-makes room there as well. What it does not understand it leaves alone: such tensors are saved, as without it.
+proven and let go (``release.py``); autograd gets them made again when backward asks. In backward room is made as well:
+by the mode, or, once it is known what that backward makes, where a tensor is unpacked (``learned_backward.py``). What it
+does not understand it leaves alone: such tensors are saved, as without it.
 """
 
 import threading
