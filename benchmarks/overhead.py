@@ -10,7 +10,8 @@ difference to the plain step just before and just after:
 - ``backward_us``: added per replayed op, without the time of the replayed ops themselves. For the tape that time is
   measured by running the same ops alone between two steps; for checkpointing it is the plain forward pass.
 
-Methods: an empty dispatch mode; the tape with nothing to recompute; the tape with everything replayed; non-reentrant
+Methods: an empty dispatch mode; the tape with nothing to recompute; the tape with everything replayed; steps of a fit
+that has no plan, within a budget that is never short (what is learned in its first step is known); non-reentrant
 ``torch.utils.checkpoint`` around the whole model; the same with a selective policy that saves matmuls.
 
 Two models: ``chain`` (sin and mul alternate, one tensor each) and ``decoder`` (a tiny Llama: views, casts, attention).
@@ -21,6 +22,7 @@ Then whole fitted steps of eight layers, of which the plan drops in none, one or
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -229,11 +231,20 @@ def methods(model: nn.Module, inputs: dict, ops: int) -> Iterator[Method]:
     yield Method(
         "lowtide, all replayed", partial(lowtide.apply, model, all_of_it), replays=replays, own=partial(run, again)
     )
+    yield without_a_plan(model, inputs)
     yield Method("checkpoint", nullcontext, partial(checkpoint, use_reentrant=False), replays=ops)
     selective = partial(create_selective_checkpoint_contexts, policy)
     yield Method(
         "selective checkpoint", nullcontext, partial(checkpoint, use_reentrant=False, context_fn=selective), replays=ops
     )
+
+
+def without_a_plan(model: nn.Module, inputs: dict) -> Method:
+    """Steps of a copy of ``model`` whose plan never comes."""
+    copied = copy.deepcopy(model)
+    fit = lowtide.fit(copied, budget="1TiB")
+    fit._lifecycle.plans_by_shape.plan_for = lambda shape: None  # type: ignore[method-assign]
+    return Method("lowtide, without a plan", nullcontext, lambda _: loss_of(copied, inputs))
 
 
 def replayed(model: nn.Module, inputs: dict, plan: lowtide.Plan) -> list[tuple[Any, tuple, dict]]:

@@ -2,8 +2,8 @@
 
 Every op of the forward pass leaves a recipe that pins nothing. When live bytes would pass the budget, values are
 proven and let go (``release.py``); autograd gets them made again when backward asks. In backward room is made as well:
-by the mode, or, once it is known what that backward makes, where a tensor is unpacked (``learned_backward.py``). What it
-does not understand it leaves alone: such tensors are saved, as without it.
+by the mode, or, once it is known what that backward makes, where a tensor is unpacked (``learned_backward.py``). What
+it does not understand it leaves alone: such tensors are saved, as without it.
 """
 
 import threading
