@@ -769,6 +769,8 @@ class Lifecycle:
         for seam in (self._seam, self._plan_seam):
             if seam is not None:
                 self._close_seam(seam)
+        if self._watch is not None:
+            self._watch.stop_observing()
         self._watch = self._seam = self._plan_seam = None
         self.memory.forget_step()
 

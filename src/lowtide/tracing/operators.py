@@ -205,7 +205,8 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 def allocated_bytes(storage: torch.UntypedStorage) -> int:
     """As the device's allocator counts them."""
-    return storage.nbytes() if storage.device == _CPU else in_blocks(storage.nbytes(), storage.device.type)
+    device = storage.device
+    return in_blocks(storage.nbytes(), "cpu" if device == _CPU else device.type)  # of which ``type`` is slow
 
 
 def fills_its_storage(tensor: torch.Tensor) -> bool:

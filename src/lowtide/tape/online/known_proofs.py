@@ -19,7 +19,7 @@ from lowtide.tape.online.online_values import Recipe, StoredValue
 from lowtide.tape.values import Kept, ViewSpec
 
 SEAL_EVERY = 17  # values; a prime, so that a step of any length seals other values each time
-_MOST_KNOWN = 50_000
+_MOST_KNOWN = 10_000
 _EXACT = 16  # numbers up to here are told apart: dimensions and flags, mostly
 _released = count(1)
 

@@ -11,6 +11,9 @@ number of tensors than was learned.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 import torch
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch.utils._python_dispatch import _disable_current_modes
@@ -29,8 +32,7 @@ class SeenBackward:
 
     def __init__(self, live: LiveBytes, releaser: Releaser) -> None:
         self._live, self._releaser = live, releaser
-        self._held: list[int] = []
-        self._most: list[int] = []
+        self._held, self._most = array("q"), array("q")
         self._start = self._highest = 0  # of live bytes, since a tensor was unpacked
         self._is_usable = True
         live.begin_backward()
@@ -92,7 +94,7 @@ class UnseenBackward:
         return self._at + 1 == len(self._learned.most_bytes)
 
 
-def _at(known: list[int], position: int) -> int:
+def _at(known: Sequence[int], position: int) -> int:
     return known[position] if position < len(known) else max(known)
 
 

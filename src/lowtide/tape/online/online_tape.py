@@ -95,7 +95,6 @@ class OnlineTape(UncompiledMode):
         crossing_bytes: Saved for autograd, and never let go: read outside a window that they were made in.
         known_calls: What calls of Functions have shown in earlier steps.
         running_call: The one that runs now, if its operators are of interest.
-        stop_observing: Backwards are no concern of it any more.
     """
 
     may_be_unseen = True  # a backward, once what it makes is known
@@ -138,7 +137,7 @@ class OnlineTape(UncompiledMode):
         self._num_backwards = 0  # of the step
         self._seen_backward: SeenBackward | None = None  # the one that runs, if it is learned
         self._unseen_backward: UnseenBackward | None = None  # or if the mode is away
-        self.stop_observing: Callable[[], None] = _no_model
+        self._forget_observer: Callable[[], None] = _no_model
         self.calls = self.crossing_bytes = 0
         self.op_s = 0.0  # what the host needed for the last op
 
@@ -164,7 +163,7 @@ class OnlineTape(UncompiledMode):
         self.live.module = ""
         self._sequence = self._num_backwards = 0
         self.stop_observing()
-        self.stop_observing = observe(self, first=True)  # others end the step where a backward ends
+        self._forget_observer = observe(self, first=True)  # others end the step where a backward ends
 
     @property
     def model(self) -> nn.Module | None:
@@ -210,12 +209,16 @@ class OnlineTape(UncompiledMode):
         if creates or self.problem or self._pauses or self._windows is not None or not is_on(self):
             return
         known, key = self._expected.backwards, self._key_of_backward
-        learned = known.get(key)
-        if key not in known:
-            self._seen_backward = SeenBackward(self.live, self.releaser)
-        elif learned is not None and self.may_be_unseen and has_room_unseen(learned, self.releaser.device):
-            self._unseen_backward = UnseenBackward(learned, self.live, self.releaser)
-            remove_mode(self)
+        try:
+            if key not in known:
+                self._seen_backward = SeenBackward(self.live, self.releaser)
+                return
+            learned = known.get(key) if self.may_be_unseen else None
+            if learned is not None and has_room_unseen(learned, self.releaser.device):
+                self._unseen_backward = UnseenBackward(learned, self.live, self.releaser)
+                remove_mode(self)
+        except Exception as error:  # nothing of ours may end the step
+            self.give_up(error)
 
     def after_backward(
         self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
@@ -228,6 +231,11 @@ class OnlineTape(UncompiledMode):
             insert_mode(self)
             if not unseen.end() and error is None:
                 self._expected.backwards.learn(self._key_of_backward, None)
+
+    def stop_observing(self) -> None:
+        """Backwards are no concern of it any more, nor the one that runs: the mode, if it is away, stays so."""
+        self._forget_observer()
+        self._seen_backward = self._unseen_backward = None
 
     @property
     def _key_of_backward(self) -> tuple[int, ...]:

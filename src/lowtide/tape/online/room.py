@@ -8,7 +8,7 @@ Without a meta kernel's answer (sizes depend on values, or there is no such kern
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ _VIEWS = frozenset({
 # Kernels that take reordered copies of what they read and make, which no allocation of the tape's shows beforehand.
 _CONVOLUTIONS = frozenset({"aten.convolution", "aten.convolution_backward"})
 _ATTENTION = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu"})
-_MOST_LEARNED = 256  # sequences of forward ops whose backwards are remembered
+_MOST_LEARNED = 64  # sequences of forward ops whose backwards are remembered
 _HALF = frozenset({torch.bfloat16, torch.float16})
 _PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
 
@@ -83,8 +83,8 @@ class LearnedBackward(NamedTuple):
             meanwhile of what was there before counts against it.
     """
 
-    held_bytes: list[int]
-    most_bytes: list[int]
+    held_bytes: Sequence[int]
+    most_bytes: Sequence[int]
 
 
 class KnownBackwards:
