@@ -76,8 +76,7 @@ STEPS = Feature(
         "torch._neg_view", "torch.autograd.grad_mode._unsafe_preserve_version_counter", "torch.ops.aten._unsafe_view",
         # Code that Dynamo must leave alone.
         "torch._C._dynamo.eval_frame",
-        # What allocators hand out.
-        "torch._C._accelerator_getDeviceStats", "torch._C._accelerator_isAllocatorInitialized",
+        # What the CPU's allocator hands out.
         "torch._C._autograd._ProfilerDisableOptions", "torch._C._autograd._disable_profiler_legacy",
         "torch._C._autograd._enable_profiler_legacy", "torch._C._autograd._profiler_enabled", "torch._C._profiler",
         # DDP.

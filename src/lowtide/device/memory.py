@@ -259,12 +259,6 @@ def _empty(size: int, device: torch.device) -> torch.Tensor:
 
 def _statistic(index: int, name: str) -> int | None:
     try:
-        if not torch._C._accelerator_isAllocatorInitialized():
-            return 0
-        # ``torch.accelerator.memory_stats`` writes all of some hundred names out, which takes a third of a millisecond.
-        found = torch._C._accelerator_getDeviceStats(index)
-        for part in name.split("."):
-            found = found.get(part, {})
-        return found or 0
+        return torch.accelerator.memory_stats(index).get(name, 0)
     except (RuntimeError, NotImplementedError):  # an allocator of a kind that keeps none
         return None
