@@ -100,6 +100,7 @@ def steady_clock(monkeypatch):
     ticks = itertools.count()
     clock = types.SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-4)
     monkeypatch.setattr("lowtide.tape.online.online_tape.time", clock)
+    monkeypatch.setattr("lowtide.device.timing.time", clock)  # of a step that is recorded
 
 
 @pytest.mark.usefixtures("one_thread", "steady_clock")

@@ -121,17 +121,19 @@ class ExpectedBytes:
         self.inputs_bytes: int | None = None
         self.needs = _Needs()
         self.backwards = KnownBackwards()
+        self._needed: dict[Key, int] = {}  # as ``of`` has said
         self._made: dict[Key, int] = {}
         self._workspace: dict[Key, int] = {}
         self._workspace_share: dict[Key, float] = {}  # the most, of what an op with these dtypes reads and makes
 
     def key(self, func: Any, args: tuple) -> Key:
         tensors = tensors_of(args)
-        on_cpu = all(t.device.type == "cpu" for t in tensors)
-        return key_of(func, on_cpu, ((t.shape, t.dtype) for t in tensors))
+        return key_of(func, all([t.is_cpu for t in tensors]), [(t.shape, t.dtype) for t in tensors])
 
     def of(self, key: Key, func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
         """Bytes that ``func`` is about to allocate, workspace included. What it has made before needs no arguments."""
+        if (known := self._needed.get(key)) is not None:
+            return known
         made = self._made.get(key)
         if made is None:
             made = _made_on_meta(func, args, kwargs)
@@ -142,6 +144,7 @@ class ExpectedBytes:
             share = self._workspace_share.get(_without_shapes(key))
             share = _first_share(func, key) if share is None else share
             workspace = int(share * (made + _read_bytes(key))) if share else 0
+        self._needed[key] = made + workspace
         return made + workspace
 
     def known_workspace(self, key: Key) -> int:
@@ -149,10 +152,13 @@ class ExpectedBytes:
         return self._workspace.get(key, 0)
 
     def learn(self, key: Key, made: int) -> None:
-        self._made[key] = made
+        if self._made.get(key) != made:
+            self._made[key] = made
+            self._needed.pop(key, None)
 
     def learn_workspace(self, key: Key, workspace_bytes: int) -> None:
         """What the kernel allocates beside what it makes; of other shapes it is expected to take as large a share."""
+        self._needed.clear()  # those of other shapes follow
         self._workspace[key] = workspace_bytes
         if workspace_bytes:
             self.needs[key[0]].has_workspace = True
