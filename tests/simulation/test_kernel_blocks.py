@@ -1,5 +1,6 @@
 """Blocks of kernels as CUDA's allocator recorded them, and the workspaces that come with the first products."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,25 @@ MIB = 1 << 20
 )
 def test_temporaries_are_cut_as_the_allocator_recorded_them(name, outputs, blocks):
     assert list(temporaries(name, sum(blocks), outputs)) == blocks
+
+
+SWIN = [128, 64, 16, 16]  # windows and samples, heads, tokens, width
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "blocks"),
+    [
+        (SWIN, SWIN, [524288, 134348800]),  # sums of 64 x 64 numbers for 16 tokens of 16 numbers
+        ([32, 4, 256, 32], [32, 2, 256, 32], [131072, 8396800, 4 * MIB, 4 * MIB]),  # two heads share keys
+        ([2, 1, 64, 256], [2, 1, 64, 256], [512, MIB + 512]),
+    ],
+)
+def test_efficient_attention_takes_its_sums_as_one_block(query, key, blocks):
+    """In float32, as the allocator recorded them."""
+    outputs = [4 * math.prod(query), 4 * math.prod(key), 4 * math.prod(key)]
+    name = "aten._scaled_dot_product_efficient_attention_backward.default"
+
+    assert list(temporaries(name, sum(blocks), outputs, [query, query, key, key])) == blocks
 
 
 def test_outputs_come_in_the_order_in_which_kernels_ask_for_them():

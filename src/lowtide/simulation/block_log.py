@@ -69,7 +69,11 @@ class _LoggedReferences(References):
             return
         self._makes = [tuple(op.makes[n] for n in output_order(op.name, len(op.makes))) for op in graph.ops]
         size = self.index.bytes
-        self._temporaries = [temporaries(o.name, o.workspace_bytes, [size[s] for s in o.makes]) for o in graph.ops]
+        given = [_shapes(signature) for signature in graph.signatures]
+        self._temporaries = [
+            temporaries(o.name, o.workspace_bytes, [size[s] for s in o.makes], given[o.signature] if given else ())
+            for o in graph.ops
+        ]
 
     def take_workspaces(self, graph: StepGraph, size: int) -> None:
         """``size`` bytes come with the threads' first products."""
@@ -150,3 +154,8 @@ class _LoggedReferences(References):
         self._num_blocks += 1
         self.changes.append((self._num_blocks, size))
         return self._num_blocks
+
+
+def _shapes(signature: dict) -> list[list[int]]:
+    """Of an operator's tensor arguments, in order."""
+    return [a["t"] for a in signature.get("args", []) if isinstance(a, dict) and "t" in a]
