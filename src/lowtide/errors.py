@@ -88,6 +88,24 @@ class RehearsalMemoryError(LowtideError):
     """A rehearsal of lowtide's own ran out of memory however small it was; nothing of the training state moved."""
 
 
+class LostMemoryError(LowtideError):
+    """What a step holds was in host memory for a moment, and the device has no place for it any more.
+
+    Nothing was computed from it. The step is lost; parameters, gradients and what was there before it are not.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(
+            f"memory ran out: {size_bytes} bytes that the step holds were moved to host memory to make room, and the "
+            "device has no place for them any more: somebody else took it. Nothing was computed from them.\n"
+            "Free memory on the device, or reduce the batch, and run the step again."
+        )
+        self.size_bytes = size_bytes
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.size_bytes,)
+
+
 class GraphFormatError(LowtideError, ValueError):
     """A graph, costs or plan file is damaged or from an unknown version; the message names the field."""
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 from support.training_steps import mlp
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import lowtide
 from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tape.execution_state import GeneratorState
 from lowtide.tape.online import online_tape
+from lowtide.tape.online.release import Releaser
 
 MIB = 2**20
 NO_HOST = lowtide.Offload(host_budget=None)
@@ -115,7 +117,8 @@ def test_an_op_that_has_drawn_draws_the_same_numbers_when_it_runs_again(device, 
 def test_memory_in_pieces_is_made_whole_for_an_op(device, monkeypatch, moves):
     """Between blocks in use 18 MiB are free in each segment, and the op needs 24 in one piece."""
     if not moves:
-        monkeypatch.setattr("lowtide.tape.online.release.lay_together", lambda *_: False)
+        monkeypatch.setattr("lowtide.tape.online.release.lay_together", lambda *_, **__: False)
+        monkeypatch.setattr("lowtide.tape.online.release.hold_as_one_segment", lambda *_, **__: None)
     side = 1024
     model, x = nn.Linear(4, 4).to("standin"), torch.ones(4, 4, device="standin")
     torch.accelerator.empty_cache()
@@ -146,3 +149,42 @@ def test_where_nothing_fits_the_error_says_what_was_held(device):
 
     told = "".join(caught.value.__notes__)
     assert "when memory ran out, this step held" in told and "lowtide let go of all that it could" in told
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_value_is_proven_where_it_lies_if_there_is_no_room_beside_it(device, monkeypatch, moves):
+    """Its bits are in host memory meanwhile. Otherwise nothing could go, and the step would end here."""
+    if not moves:
+        monkeypatch.setattr(Releaser, "_prove_in_its_place", lambda *_: None)
+    tapes, run_timed = [], WatchedStep._run_timed
+
+    def run_and_note(tape, func, args, kwargs):
+        tapes.append(tape)
+        return run_timed(tape, func, args, kwargs)
+
+    torch.manual_seed(0)
+    model, batch = mlp(4, 512).to("standin"), torch.randn(4096, 512, device="standin")
+    model(batch).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    monkeypatch.setattr(WatchedStep, "_run_timed", run_and_note)
+    with lowtide.fit(model, budget="1GiB", offload=NO_HOST):
+        loss = model(batch).square().mean()
+        releaser = tapes[-1].releaser
+        with _disable_current_modes():
+            value = next(v for v in releaser._unproven() if releaser._may_go(v) and v.bytes == 8 * MIB)
+            bits, lay_at = value.tensor.cpu(), value.tensor.data_ptr()
+            live_bytes = releaser._live.now
+            with device.capacity(torch.accelerator.memory_reserved()):
+                taken = []
+                while True:
+                    try:
+                        taken.append(torch.empty(8 * MIB, dtype=torch.uint8, device="standin"))
+                    except torch.OutOfMemoryError:
+                        break
+                releaser._prove([value])
+                del taken
+            assert value.proven is moves and torch.equal(value.tensor.cpu(), bits)
+            assert value.tensor.data_ptr() == lay_at and releaser._live.now == live_bytes
+        loss.backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected))

@@ -12,7 +12,7 @@ from lowtide.device.packing import lay_together
 
 MIB = 2**20
 PLENTY_MIB = 81079
-LEAST_MIB = 140  # of those below: with less, nothing may fit
+LEAST_MIB = 130  # of those below: what has to be there at once takes 118, and what lies between blocks the rest
 CAPACITIES_MIB = (220, 200, 185, 170, 155, 140, 130, 120, 105, 90)  # the plain step takes 182 and reserves more
 
 
@@ -39,6 +39,8 @@ def llama_and_batch():
 
 def watched(set_capacity, capacity_mib):
     """How many of three watched steps finished, the notes of those that did not, and the fit's status."""
+    gc.collect()  # what other tests left would keep its segments, with the model's parameters between
+    torch.cuda.empty_cache()
     model, batch = llama_and_batch()
     gc.collect()
     torch.cuda.empty_cache()
@@ -73,7 +75,7 @@ def test_a_watched_step_finishes_where_its_least_fits(set_capacity, capacity_mib
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capacity_mib", [min(CAPACITIES_MIB)])
+@pytest.mark.parametrize("capacity_mib", [c for c in CAPACITIES_MIB if c <= 120])
 def test_where_nothing_fits_the_error_says_so_and_the_way_out(set_capacity, capacity_mib):
     finished, told, _ = watched(set_capacity, capacity_mib)
 

@@ -5,7 +5,9 @@ import gc
 import pytest
 import torch
 
-from lowtide.device.packing import lay_together
+from lowtide.device import packing
+from lowtide.device.packing import lay_together, on_the_host
+from lowtide.errors import LostMemoryError
 
 MIB = 2**20
 
@@ -67,3 +69,49 @@ def test_nothing_moves_where_the_host_has_no_room(in_pieces, monkeypatch):
 def test_memory_of_the_host_stays_where_it_is():
     x = torch.ones(3)
     assert not lay_together([x.untyped_storage()], x.device)
+
+
+@pytest.mark.parametrize("refusals", [1, 2])
+def test_what_finds_no_place_is_laid_out_again_with_less_left_over(in_pieces, monkeypatch, refusals):
+    """Before anything of it is lost: at last nothing is held, and only then it is said."""
+    hold, asked = packing.hold_as_one_segment, []
+
+    def refuse(device, *, tightly):
+        asked.append(tightly)
+        if len(asked) <= refusals:
+            raise torch.OutOfMemoryError("no place")
+        hold(device, tightly=tightly)
+
+    monkeypatch.setattr(packing, "hold_as_one_segment", refuse)
+    storages = [block.untyped_storage() for block in in_pieces]
+
+    assert lay_together(storages, in_pieces[0].device)
+
+    assert asked == [False, True]
+    for number, block in enumerate(in_pieces):
+        assert torch.equal(block.cpu(), torch.full((MIB // 2,), float(number)))
+
+
+def test_where_somebody_took_the_place_the_error_says_so(in_pieces, accelerator):
+    storage = in_pieces[1].untyped_storage()
+    taken = []
+    with pytest.raises(LostMemoryError, match="2097152 bytes that the step holds were moved to host memory"):
+        with on_the_host(storage):
+            torch.accelerator.empty_cache()
+            while True:
+                try:
+                    taken.append(torch.empty(2 * MIB, dtype=torch.uint8, device="standin"))
+                except torch.OutOfMemoryError:
+                    break
+    assert storage.nbytes() == 0
+    del taken
+
+
+def test_a_tensor_is_on_the_host_for_a_moment_and_its_memory_is_free(in_pieces):
+    block, before = in_pieces[1], torch.accelerator.memory_allocated()
+
+    with on_the_host(block.untyped_storage()) as copy:
+        assert copy.nbytes() == 2 * MIB and str(copy.device) == "cpu"
+        assert torch.accelerator.memory_allocated() == before - 2 * MIB
+
+    assert torch.equal(block.cpu(), torch.full((MIB // 2,), 1.0))

@@ -70,8 +70,20 @@ def same_storage_bits(a: Any, b: Tensor) -> bool:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        pieces = (pair for part in parts for pair in zip(*(t.split(_PIECE) for t in part)))
-        return all(torch.equal(x.cpu(), y.cpu()) for x, y in pieces) or values_off.are_off
+        return _same_on_host(a, b)
+
+
+def same_bytes_as_copy(a: Any, copy: torch.UntypedStorage) -> bool:
+    """``same_storage_bits``, of a storage whose bytes are in host memory."""
+    if not isinstance(a, Tensor) or a.untyped_storage().nbytes() != copy.nbytes():
+        return False
+    return _same_on_host(a, torch.empty(0, dtype=torch.uint8, device="cpu").set_(copy))
+
+
+def _same_on_host(a: Tensor, b: Tensor) -> bool:
+    """Some bytes at a time."""
+    pieces = (pair for part in zip(words(a), words(b)) for pair in zip(*(t.split(_PIECE) for t in part)))
+    return all(torch.equal(x.cpu(), y.cpu()) for x, y in pieces) or values_off.are_off
 
 
 def changed_unseen(op: str, where: str, *, computed: bool = False) -> ReplayError:

@@ -30,6 +30,7 @@ from lowtide.device.generators import state_bytes
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
 from lowtide.device.streams import current_stream
+from lowtide.errors import LostMemoryError
 from lowtide.tape import forbidden_hooks
 from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.online.holdings import Holdings
@@ -476,7 +477,13 @@ class OnlineTape(UncompiledMode):
         return (size, op) if peak == self.live.peak else (0, "")
 
     def give_up(self, error: Exception) -> None:
-        """Watch no more in this step; what was released is still made again."""
+        """Watch no more in this step; what was released is still made again.
+
+        Raises:
+            LostMemoryError: the error is that one, after which the step cannot go on.
+        """
+        if isinstance(error, LostMemoryError):
+            raise error
         self.problem = self.problem or f"{type(error).__name__}: {error}".splitlines()[0]
 
     def _finish(self, op: "RunningOp", result: Any, seconds: float) -> None:

@@ -17,8 +17,9 @@ from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 
 from lowtide.device.memory import release_cached_memory
+from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
-from lowtide.device.packing import lay_together
+from lowtide.device.packing import fits_on_the_host, hold_as_one_segment, lay_together, on_the_host
 from lowtide.tape.online.absent_runs import AbsentRuns
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.known_proofs import KnownProofs, is_sealed_next
@@ -34,7 +35,7 @@ from lowtide.tape.online.replays import (
     transient_bytes,
     why_not_made,
 )
-from lowtide.tape.storage_bits import changed_unseen, same_storage_bits, sum_of_words
+from lowtide.tape.storage_bits import changed_unseen, same_bytes_as_copy, same_storage_bits, sum_of_words
 
 ATTEMPTS = 4  # to run an op, or to make a value again, for which the device has no memory
 _LEAST_BYTES = 4096  # smaller values are not worth a recipe
@@ -151,7 +152,7 @@ class Releaser:
         self.budget_bytes = max(0.0, present - max(float(failed_bytes), _FAILED_SHARE * present))
         self._idle_until = 0.0
         self.make_room(0)
-        if attempt and self.device is not None and lay_together(self._live.storages(), self.device):
+        if attempt and self._laid_together(tightly=attempt > 1):
             self.num_laid_together += 1
             self._blocked -= self._short
             self._short.clear()
@@ -159,8 +160,13 @@ class Releaser:
             self.make_room(0)
         else:
             release_cached_memory()
+        if self.device is not None:  # proofs that failed have given back what was held
+            hold_as_one_segment(self.device, tightly=attempt > 1)
         self.budget_bytes = max(self.budget_bytes, float(self._now))  # what cannot go stays
         self.lowered_bytes += max(0.0, before - self.budget_bytes)
+
+    def _laid_together(self, *, tightly: bool) -> bool:
+        return self.device is not None and lay_together(self._live.storages(), self.device, tightly=tightly)
 
     @property
     def _now(self) -> int:
@@ -248,14 +254,16 @@ class Releaser:
     def _release_what_does_not_fit(self, extra: int) -> None:
         """The last resort: proofs that take more than there is, for a moment.
 
-        In forward, where more is to come: until proofs are out of the way. In backward no more than is missing anyway.
+        In forward, where more is to come: until proofs are out of the way. In backward no more than is missing anyway,
+        unless the device has run out: then it says itself what is too much.
         """
         in_backward = graph_task() != -1
         limit = self.budget_bytes if in_backward else self._limit_bytes
         for value in sorted((v for v in self._holdings if self._may_go(v)), key=_room_for_proof):
             missing = self._now + extra - limit
             over = self._now + _room_for_proof(value) - self.budget_bytes
-            if missing <= 0 or (in_backward and over > max(missing, self.over_bytes)):
+            too_much = in_backward and not self.ran_short and over > max(missing, self.over_bytes)
+            if missing <= 0 or too_much:
                 break
             self._prove([value])
             self._drop(value)
@@ -307,8 +315,13 @@ class Releaser:
             if self._fits(part):
                 self._prove(part)
 
-    def _prove(self, values: list[StoredValue]) -> None:
-        """Make each again beside what it replaces and compare; those that differ stay for good."""
+    def _prove(self, values: list[StoredValue], copy: torch.UntypedStorage | None = None) -> None:
+        """Make each again beside what it replaces and compare; those that differ stay for good.
+
+        Args:
+            copy: What the first of ``values`` holds, if that is in host memory meanwhile.
+        """
+        away = values[0] if copy is not None else None
         values = self._unproven(_with_siblings(values))
         chain = chain_of(values) if values else None
         if chain is None:
@@ -327,7 +340,10 @@ class Releaser:
                     continue
                 self.num_proofs += 1
                 assert value.tensor is not None and value.recipe is not None
-                if same_storage_bits(tensor, value.tensor):
+                same = (
+                    same_storage_bits(tensor, value.tensor) if value is not away else same_bytes_as_copy(tensor, copy)
+                )
+                if same:
                     value.proven, value.seal = True, sum_of_words(tensor)
                     self.proven.add(value.number)
                 else:
@@ -343,14 +359,36 @@ class Releaser:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            short = {id(v) for v in values if not v.proven}  # there is no memory to prove them
-            self._short |= short
-            self._blocked |= short
+            short = [v for v in values if not v.proven]  # there is no memory to prove them
             let_go_of_frames(error)
             release_cached_memory()
+            if copy is None:
+                for value in short:
+                    self._prove_in_its_place(value)
+                short = [v for v in short if not v.proven]
+            self._short.update(map(id, short))
+            self._blocked.update(map(id, short))
         finally:
             self._proving = before
         self.proof_s += time.perf_counter() - start
+
+    @staticmethod
+    def _has_same_bits(value: StoredValue, made: torch.Tensor, copy: torch.UntypedStorage | None) -> bool:
+        assert value.tensor is not None
+        return same_storage_bits(made, value.tensor) if copy is None else same_bytes_as_copy(made, copy)
+
+    def _prove_in_its_place(self, value: StoredValue) -> None:
+        """Make ``value`` again where it lay: what it holds goes to host memory, and comes back."""
+        if not self._may_go(value) or value.proven or value.tensor is None or not is_accelerator(value.tensor.device):
+            return
+        storage = value.tensor.untyped_storage()
+        size = storage.nbytes()
+        if not storage.resizable() or not fits_on_the_host(size):
+            return
+        with on_the_host(storage) as copy:
+            self._live.forget(storage)
+            self._prove([value], copy)
+        self._live.add(storage, size)
 
     # -- remake ---------------------------------------------------------------------------------------------
 
