@@ -8,6 +8,7 @@ from support.training_steps import mlp
 
 import lowtide
 from lowtide.device import memory
+from lowtide.runtime.plans_by_shape import PlansByShape
 from lowtide.runtime.step_memory import StepMemory
 from lowtide.units import format_bytes
 
@@ -139,7 +140,7 @@ def test_a_peak_that_the_user_has_reset_meanwhile_is_not_given_back(device):
 
 
 class OptimizerNobodyTold:
-    """A training whose optimizer gets its state after the first step, and ``fit`` is not told of it."""
+    """A training by hand, which makes its state after the first step: no optimizer of PyTorch's has it."""
 
     def __init__(self):
         self.model, self.batch = model_and_batch(depth=6, width=256, rows=2048)
@@ -147,13 +148,13 @@ class OptimizerNobodyTold:
         self.state_bytes = sum(2 * p.nbytes for p in self.model.parameters())
         activations = counted(self.model, self.batch) - before
         self.budget = before + self.state_bytes + activations // 2
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        self.state = []
 
     def steps(self, fit, count):
         for _ in range(count):
             peak = counted(self.model, self.batch)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=False)
+            self.state = self.state or [torch.zeros_like(p) for p in self.model.parameters() for _ in range(2)]
+            self.model.zero_grad(set_to_none=False)
             fit.wait()
             yield peak
 
@@ -177,6 +178,35 @@ def test_a_plan_that_no_longer_fits_beside_what_is_there_is_dropped_and_made_ane
     else:
         assert max(peaks) > training.budget and status.planned_steps == 4
         assert "a step under its plan took up to" in status.reasons[-1]
+
+
+@pytest.mark.parametrize("puts_aside", [True, False])
+def test_a_plan_is_back_when_what_was_there_for_a_moment_has_gone(device, monkeypatch, puts_aside):
+    """And the next time, the plan that was made beside it is there at once."""
+    if not puts_aside:
+        monkeypatch.setattr(PlansByShape, "best_that_fits", lambda _, __, planned, ___: planned)
+    model, batch = model_and_batch(depth=6, width=256, rows=2048)
+    before = torch.accelerator.memory_allocated()
+    activations = counted(model, batch) - before
+    budget = before + int(0.9 * activations)
+    others, plans = [], []
+    with lowtide.fit(model, budget=budget, offload=NO_HOST) as fit:
+        for is_there in (False, False, True, True, False, True, False):
+            others[:] = [torch.empty(activations // 4, dtype=torch.uint8, device="standin")] if is_there else []
+            assert counted(model, batch) <= budget
+            plans.append(fit.plan if fit.status().in_force else None)
+            model.zero_grad(set_to_none=False)
+            fit.wait()
+        status = fit.status()
+
+    assert [plan is None for plan in plans[:4]] == [True, False, True, False]
+    roomy, tight = plans[1], plans[3]
+    assert tight.predicted_overhead > roomy.predicted_overhead
+    if puts_aside:
+        assert plans[4:] == [roomy, tight, roomy] and status.planned_steps == 5
+        assert any("of two plans, a step runs under the one that fits" in reason for reason in status.reasons)
+    else:
+        assert plans[4:] == [tight, tight, tight]
 
 
 def test_the_least_there_is_stays_and_knows_what_it_takes_beside_what_came(device):

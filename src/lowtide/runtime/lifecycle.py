@@ -391,7 +391,7 @@ class Lifecycle:
             self._why_no_plan = sharded
             return
         self.request_plans()
-        self._step = self._unless_outgrown(model, self.plans_by_shape.plan_for(shape))
+        self._step = self._unless_outgrown(model, shape, self.plans_by_shape.plan_for(shape))
         self.memory.begin_step(self._step)
         self._why_no_plan = _OWN_CHECKPOINTING if self._is_own else self.plans_by_shape.why_no_plan(shape)
         self._spoiled, self._nodes, self._graphs = False, {}, []
@@ -419,12 +419,24 @@ class Lifecycle:
         self.checkpointing.switch_off()
         return True
 
-    def _unless_outgrown(self, model: nn.Module, step: PlannedStep | None) -> PlannedStep | None:
-        """``step``, or its decisions with the optimizer's state as it is; None where it no longer fits beside what is
-        there: then another is asked for.
+    def _unless_outgrown(self, model: nn.Module, shape: CallShape, step: PlannedStep | None) -> PlannedStep | None:
+        """``step``, or its decisions with the optimizer's state as it is, or what was put aside before; None where it
+        no longer fits beside what is there: then another is asked for.
 
         After a step that failed, or that ran no backward, its tensors may be there for a while: no reason.
         """
+
+        def fits(other: PlannedStep) -> bool:
+            within = other.plan.predicted_peak_bytes <= self._budget.limit_bytes
+            return within and not self.memory.outgrown_bytes(model, other)
+
+        found = self.plans_by_shape.best_that_fits(shape, step, fits) if self._ended_well else step
+        if found is not None and found is not step:
+            self._reasons.say_latest(
+                "outgrown",
+                "what is on the device before a step comes and goes: of two plans, a step runs under the one that fits",
+            )
+        step = found
         if step is not None and (change := self.memory.state_change_bytes(step)):
             step = self.plans_by_shape.correct_state(step, change, self._budget.limit_bytes)
         more = 0 if step is None or not self._ended_well else self.memory.outgrown_bytes(model, step)

@@ -10,7 +10,7 @@ gets a plan of its own.
 import logging
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -93,6 +93,8 @@ class PlansByShape:
         self._num_nodes: dict[tuple[CallShape, ...], Mapping[int, int]] = {}  # of watched steps
         # The last watched graph of these shapes, its step's global flags, and those ops that need no other proof.
         self._proven: dict[tuple[CallShape, ...], tuple[StepGraph, tuple, frozenset[int]]] = {}
+        self._aside: dict[tuple[CallShape, ...], PlannedStep] = {}  # see ``best_that_fits``
+        self._expects_other: set[tuple[CallShape, ...]] = set()
         self._alone: set[CallShape] = set()  # run other ops than the plans that cover them
         self._refused: set[CallShape] = set()
         self._replans: Counter[CallShape] = Counter()
@@ -248,6 +250,7 @@ class PlansByShape:
         if out_of_replans:
             return True
         self._replans[own] += 1
+        self._aside.pop(planned.shapes, None)
         self.plans.remove(planned)
         if planned.is_derived:
             self._doubted.add(own)  # the next watch tells what is different
@@ -259,6 +262,7 @@ class PlansByShape:
         """Steps that start with calls of ``pattern`` have no plan from now on."""
         steps = self._diverged[pattern]
         self._unsteady.add(pattern)
+        self._aside.clear()
         self.plans = [p for p in self.plans if p.shapes[0].pattern != pattern]
         self._reasons.say(
             f"{sum(steps)} of the last {len(steps)} steps under a plan ran other ops than planned (skipped layers, "
@@ -270,6 +274,7 @@ class PlansByShape:
         """Let go of plans for more; have them made again, and those that could do with less recomputation."""
         self._budget_bytes = budget_bytes
         self._refused -= {shape for shape, least in self.least_bytes.items() if least <= budget_bytes}
+        self._aside.clear()
         wrong = [p for p in self.plans if _exceeds(p, budget_bytes) or _is_tight(p, budget_bytes)]
         self.plans = [p for p in self.plans if not _exceeds(p, budget_bytes)]
         waiting = [*self._next, *([(self._asked.shapes, self._asked.request)] if self._asked is not None else ())]
@@ -281,12 +286,41 @@ class PlansByShape:
     def plan_anew(self, planned: PlannedStep, more_bytes: int, budget_bytes: int) -> None:
         """So much more is there before its step than ``planned`` knows: let go of it, and have the rest planned again.
 
-        The ops are the same, so no step has to be watched for that, and nothing to be proven again.
+        The ops are the same, so no step has to be watched for that, and nothing to be proven again. What is more may
+        have come for a moment, so ``planned`` is put aside.
         """
         self.plans.remove(planned)
+        self._aside[planned.shapes] = planned
         graph = self._with_resident(planned, "other", more_bytes)
         if not self._is_waiting_for(planned.shapes[0]):
             self._ask(planned.shapes, graph, planned.costs, budget_bytes)
+
+    def best_that_fits(
+        self, shape: CallShape, planned: PlannedStep | None, fits: Callable[[PlannedStep], bool]
+    ) -> PlannedStep | None:
+        """``planned``, or the one that was put aside for a step of ``shape``: of those that fit, what costs least.
+
+        One of the two was made for more beside the step than the other, so they change places as often as that comes
+        and goes, and nothing is planned or watched for it.
+
+        Args:
+            planned: What ``plan_for`` has found.
+            fits: Whether a plan fits beside what is there now.
+        """
+        other = next((p for p in self._aside.values() if p.shapes[0] == shape), None)
+        if other is None or (planned is not None and planned.shapes != other.shapes) or not fits(other):
+            return planned
+        if planned is not None:
+            if other.plan.predicted_overhead >= planned.plan.predicted_overhead and fits(planned):
+                return planned
+            self.plans.remove(planned)
+            self._aside[other.shapes] = planned
+        else:  # the one that was asked for in its place comes yet, and goes aside
+            del self._aside[other.shapes]
+            self._expects_other.add(other.shapes)
+        other.last_served = shape
+        self.plans.append(other)
+        return other
 
     def keep_least(self, planned: PlannedStep, more_bytes: int) -> PlannedStep:
         """So much more is there before its step, and ``planned`` is the least there is: it takes that much more."""
@@ -343,6 +377,9 @@ class PlansByShape:
                 program = replaced.tape.program
                 planned.tape.program.note_proven(program.flags, program.proven_ops)
             self.plans.remove(replaced)
+            if planned.shapes in self._expects_other:
+                self._aside[planned.shapes] = replaced
+        self._expects_other.discard(planned.shapes)
         self.plans.append(planned)
         self._make_room()
 
@@ -453,6 +490,7 @@ class PlansByShape:
 
     def _let_go_of_derived(self, like: CallShape) -> None:
         """Plans from derived graphs of this way to call the model, and what is asked for."""
+        self._aside.clear()
         self.plans = [p for p in self.plans if not p.is_derived or p.shapes[0].pattern != like.pattern]
         self._next = [entry for entry in self._next if entry[0][0].pattern != like.pattern]
         if self._asked is not None and self._asked.shapes[0].pattern == like.pattern:
