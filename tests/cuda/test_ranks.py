@@ -88,7 +88,12 @@ def step(model, batch):
     torch.cuda.reset_peak_memory_stats()
     model(batch).square().mean().backward()
     torch.cuda.synchronize()
-    return [p.grad.to_local().clone() for p in model.parameters()], before, torch.cuda.max_memory_allocated()
+    peak = torch.cuda.max_memory_allocated()
+    return (
+        [p.grad.to_local().cpu() for p in model.parameters()],
+        before,
+        peak,
+    )  # a copy there would count in later steps
 
 
 def test_rank_0_of_8_trains_within_its_budget_and_bitwise_the_same():
@@ -107,14 +112,6 @@ def test_rank_0_of_8_trains_within_its_budget_and_bitwise_the_same():
         fit.remove()
     assert status.planned_steps == 1 and plan.counts[RECOMPUTE] > 0
     assert all(map(torch.equal, watched, expected)) and all(map(torch.equal, planned, expected))
-    print(
-        plain_peak - before,
-        budget - before,
-        watched_peak - before,
-        planned_peak - before,
-        plan.predicted_peak_bytes - before,
-    )
     assert planned_peak <= budget < plain_peak
+    assert watched_peak <= 1.01 * budget, status.reasons
     assert planned_peak == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
-    if watched_peak > 1.01 * budget:
-        pytest.xfail("beside busy processes the watched step of a sharded model keeps everything now and then")

@@ -1,16 +1,19 @@
 """What an accelerator's libraries take at the first matrix product and keep: taken before a step is counted.
 
 cuBLAS keeps a workspace for each stream and each thread that multiplies: the one of the forward pass, and the device's
-own, in which backward runs. In a step it would look like memory of the step, and no later step would take it.
+own, in which backward runs. In a step it would look like memory of the step, and no later step would take it. From
+PyTorch 2.15 on a product gives it back.
 """
 
 import threading
 from contextlib import suppress
+from functools import cache
 
 import torch
 from torch._C import _current_graph_task_id as graph_task
 from torch.autograd import Variable
 
+from lowtide.device.block_size import in_blocks
 from lowtide.device.names import is_accelerator
 from lowtide.device.streams import current_stream
 
@@ -31,6 +34,24 @@ class KeptWorkspaces:
         self._taken.add(key)
         with suppress(RuntimeError, NotImplementedError):  # no memory, or no such kernel: the step itself tells
             _multiply(device)
+
+
+@cache
+def product_workspace_bytes(device: torch.device) -> int:
+    """What a product of matrices takes on ``device`` and gives back, beside what it makes; 0 where nobody tells."""
+    with suppress(RuntimeError, NotImplementedError, KeyError):
+        with torch._C._DisableTorchDispatch(), torch.inference_mode(False), torch.no_grad():
+            x = torch.zeros(1, 1, dtype=torch.float32, device=device)
+            torch.mm(x, x)  # takes what is kept
+            before = _allocated_so_far(device)
+            made = torch.mm(x, x)
+            taken = _allocated_so_far(device) - before
+        return max(0, taken - in_blocks(made.nbytes, device.type))
+    return 0
+
+
+def _allocated_so_far(device: torch.device) -> int:
+    return int(torch.accelerator.memory_stats(device)["allocated_bytes.all.allocated"])
 
 
 def _multiply(device: torch.device) -> None:

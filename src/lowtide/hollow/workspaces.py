@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.hollow.cuda_workspaces import workspace_bytes
 from lowtide.hollow.devices import TargetDevice
+from lowtide.hollow.kept_workspaces import are_given_back, product_workspace_bytes
 from lowtide.hollow.memory import is_hollow
 from lowtide.hollow.output_specs import OutputSpecs, spec_of
 from lowtide.measurement.allocator import measuring
@@ -53,7 +54,10 @@ class Workspaces:
             if torch.backends.cudnn.enabled and any(word in func.name() for word in _CUDNN):
                 name = str(func.overloadpacket).removeprefix("aten.")
                 self._by_cudnn[name] = self._by_cudnn.get(name, 0) + 1
-            return workspace_bytes(func, args, self._target), writes
+            size = workspace_bytes(func, args, self._target)
+            if are_given_back():
+                size += product_workspace_bytes(str(func.overloadpacket), args, self._target)
+            return size, writes
         runnable = func.namespace == "aten" and str(func.overloadpacket) not in _NEED_REAL_INPUTS
         if runnable and tensor_bytes(signature) <= self._limit_bytes:
             try:

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from lowtide.device.block_size import in_blocks
+from lowtide.device.kept_workspaces import product_workspace_bytes
+from lowtide.device.names import is_accelerator
 from lowtide.tracing.operators import OPERATORS, packet_name, tensors_in, tensors_of
 
 # Views of what they read: they make nothing.
@@ -141,11 +143,17 @@ class ExpectedBytes:
             made = _first_guess(func, args)
         workspace = self._workspace.get(key)
         if workspace is None:
-            share = self._workspace_share.get(_without_shapes(key))
-            share = _first_share(func, key) if share is None else share
-            workspace = int(share * (made + _read_bytes(key))) if share else 0
+            workspace = self._foreseen_workspace(key, func, args, made)
         self._needed[key] = made + workspace
         return made + workspace
+
+    def _foreseen_workspace(self, key: Key, func: Any, args: tuple, made: int) -> int:
+        """Of a kernel that was not measured on arguments of these shapes."""
+        if packet_name(func) in _PRODUCTS and (device := _accelerator_of(args)) is not None:
+            return product_workspace_bytes(device)  # whatever the shapes
+        share = self._workspace_share.get(_without_shapes(key))
+        share = _first_share(func, key) if share is None else share
+        return int(share * (made + _read_bytes(key))) if share else 0
 
     def known_workspace(self, key: Key) -> int:
         """What the kernel is known to allocate beside what it makes; 0 before that was measured."""
@@ -180,6 +188,10 @@ def _without_shapes(key: Key) -> Key:
 
 def _read_bytes(key: Key) -> int:
     return sum(prod(shape) * dtype.itemsize for shape, dtype in key[2:])
+
+
+def _accelerator_of(args: tuple) -> torch.device | None:
+    return next((t.device for t in tensors_in(args) if is_accelerator(t.device)), None)
 
 
 def _first_share(func: Any, key: Key) -> float:
