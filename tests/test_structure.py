@@ -160,7 +160,7 @@ CUDA_ALONE = {
     "commands.bench": ("cudnn_attention",),
     "doctor.checks.value_compile_budget": ("torch-xpu-ops#4501",),  # a thread
     "device.out_of_memory": ("cuBLAS and cuDNN",),  # whose errors have no class of their own
-    "device.kept_workspaces": ("cuBLAS keeps a workspace",),
+    "device.kept_workspaces": ("cuBLAS keeps a workspace", "_clearCublasWorkspaces"),
     "device.numeric_flags": ("cuDNN's", "cudnn"),
     "pytorch_internals": ("_get_cudnn_",),  # of the flags that decide bits
     "device.vendor_kernels": ("cudnn", "miopen"),

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 
 from lowtide.device.block_size import in_blocks
 from lowtide.device.names import is_accelerator
-from lowtide.device.streams import current_stream
+from lowtide.device.streams import current_stream, synchronize
 
 
 class KeptWorkspaces:
@@ -34,6 +34,14 @@ class KeptWorkspaces:
         self._taken.add(key)
         with suppress(RuntimeError, NotImplementedError):  # no memory, or no such kernel: the step itself tells
             _multiply(device)
+
+
+def give_back_workspaces(device: torch.device) -> None:
+    """Have ``device`` keep none: the next product of each thread takes its own again, where there is room then."""
+    clear = getattr(torch._C, f"_{device.type}_clearCublasWorkspaces", None)
+    if clear is not None:
+        synchronize(device)
+        clear()
 
 
 @cache

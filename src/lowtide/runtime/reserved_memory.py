@@ -3,11 +3,13 @@
 Without a plan a step can keep to a number of allocated bytes, but what the allocator reserves for them is known only
 afterwards. So ``bytes_for_segments`` takes an estimate off the budget, and a step that reserved more than the budget is
 reported. Reserved memory stays reserved, so the cache is emptied before the first step with a plan, whose prediction
-starts without cached segments. Plans themselves are searched in ``solvers/reserved_budget.py``.
+starts without cached segments. Workspaces of the BLAS library lie between what were activations of earlier steps, and
+would hold their segments: they are given back, too, and taken again in that step. Plans themselves are searched in ``solvers/reserved_budget.py``.
 """
 
 import torch
 
+from lowtide.device.kept_workspaces import give_back_workspaces
 from lowtide.device.memory import release_cached_memory
 from lowtide.device.names import index_of, is_accelerator
 from lowtide.runtime.notices import Notices
@@ -32,7 +34,7 @@ class ReservedMemory:
         self._watches = False  # a step without a plan has begun
         self._over_bytes, self._over_reason = 0, ""
 
-    def begin_step(self, step: PlannedStep | None) -> None:
+    def begin_step(self, step: PlannedStep | None, device: torch.device) -> None:
         """A step begins under this plan, or without one: the first of its kind starts with nothing cached."""
         begun = self._watches if step is None else step.begun
         if step is None:
@@ -40,6 +42,8 @@ class ReservedMemory:
         else:
             step.begun = True
         if not begun:
+            if step is not None:
+                give_back_workspaces(device)
             release_cached_memory()
 
     def note_watched(self, device: torch.device, budget_bytes: int) -> None:

@@ -129,7 +129,7 @@ class StepMemory:
     def begin_step(self, step: PlannedStep | None) -> None:
         """A step begins under this plan, or without one."""
         if self._reserved is not None:
-            self._reserved.begin_step(step)
+            self._reserved.begin_step(step, self._budget.device)
         self.forget_step()
         if is_accelerator(self._budget.device):
             first = step is not None and step.counted_peak_bytes is None
