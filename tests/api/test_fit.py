@@ -47,6 +47,21 @@ def trained(model: nn.Module, steps: int = 4, batch: int = 64) -> tuple[list[tor
     return losses, model
 
 
+def test_training_under_apply_is_bitwise_the_plain_training():
+    """A plan of the whole step: what an optimizer runs first, before it writes, may begin the next pass."""
+    losses, bare = trained(deep())
+    model = deep()
+    graph = lowtide.trace(model, torch.randn(64, 32), step=lambda model, x: model(x).square().mean())
+    plan = lowtide.solve(graph, lowtide.measure(graph), budget="60%")
+
+    with lowtide.apply(model, plan):
+        found, _ = trained(model)
+
+    assert plan.counts[RECOMPUTE] > 1
+    assert all(map(torch.equal, losses, found))
+    assert all(map(torch.equal, bare.state_dict().values(), model.state_dict().values()))
+
+
 def test_training_under_fit_is_bitwise_the_plain_training():
     losses, bare = trained(deep())
     fit = tight(model := deep(), torch.randn(64, 32), optimizer="adamw")
@@ -209,7 +224,7 @@ def test_calls_without_gradients_between_steps_are_plain(drops_all):
 def test_no_grad_calls_inside_apply_are_no_part_of_the_step():
     model, x = mlp(), torch.randn(4, 16)
     plan = harshest(model, x)
-    with lowtide.apply(model, plan) as applied:
+    with lowtide.apply(model, plan):
         for _ in range(3):
             with torch.no_grad():
                 model(x)
@@ -246,7 +261,7 @@ def test_several_steps_inside_one_apply_are_one_pass_each():
     bare = copy.deepcopy(model)
     same = torch.optim.AdamW(bare.parameters())
 
-    with lowtide.apply(model, plan) as applied:
+    with lowtide.apply(model, plan):
         for _ in range(3):
             optimizer.zero_grad()
             model(x).square().mean().backward()

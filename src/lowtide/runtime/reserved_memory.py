@@ -4,7 +4,8 @@ Without a plan a step can keep to a number of allocated bytes, but what the allo
 afterwards. So ``bytes_for_segments`` takes an estimate off the budget, and a step that reserved more than the budget is
 reported. Reserved memory stays reserved, so the cache is emptied before the first step with a plan, whose prediction
 starts without cached segments. Workspaces of the BLAS library lie between what were activations of earlier steps, and
-would hold their segments: they are given back, too, and taken again in that step. Plans themselves are searched in ``solvers/reserved_budget.py``.
+would hold their segments: they are given back, too, and taken again in that step. Plans themselves are searched in
+``solvers/reserved_budget.py``.
 """
 
 import torch

@@ -48,7 +48,7 @@ from lowtide.tape.values import (
     unmark_written,
     value_of,
 )
-from lowtide.tracing import module_calls
+from lowtide.tracing import module_calls, optimizer_steps
 from lowtide.tracing.backward_entry import in_last_backward, is_autograds_own
 from lowtide.tracing.bits import same_bits
 from lowtide.tracing.function_calls import ObservedFunctionCall, stored_and_returned
@@ -369,6 +369,14 @@ class Tape(SwitchedMode):
         """Pauses the tape while parameters are gathered and freed, which is not part of the step."""
         return PauseDuringSharding(self)
 
+    def _recipe_number(self) -> int:
+        number = self._next_number
+        if number == 0:
+            # An op in front of ``optimizer.step()`` may have begun this pass: nothing of it has been read before now.
+            self._run.steps_before = optimizer_steps.count
+        self._next_number += 1
+        return number
+
     def _next_step(self) -> None:
         self.end()
         self.begin(self.program.root)
@@ -430,8 +438,7 @@ class Tape(SwitchedMode):
     def _record(self, op: TapedOp, args: tuple, kwargs: dict) -> Any:
         """Run ``op`` and leave a recipe in place of the outputs to drop."""
         run = self._run
-        recipe = Recipe(self._next_number, op, args, kwargs, run)
-        self._next_number += 1
+        recipe = Recipe(self._recipe_number(), op, args, kwargs, run)
         if not recipe.holds_dropped(op.num_dropped_inputs):
             self.counts.mismatched += 1  # the recipe would hold an input that the plan counts as freed
             self._diverge()
@@ -591,8 +598,7 @@ class Tape(SwitchedMode):
         if is_proven and self.on_other_numbers is not None and running.is_never_the_same:
             self.on_other_numbers(op)
         if is_proven:
-            recipe = Recipe(self._next_number, op, (running.how, *tensors), {}, self._run)
-            self._next_number += 1
+            recipe = Recipe(self._recipe_number(), op, (running.how, *tensors), {}, self._run)
             recipe.rng = running.generators_if_moved()
             if recipe.holds_dropped(op.num_dropped_inputs):
                 self._drop(op, recipe, tensors, results)
