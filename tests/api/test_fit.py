@@ -224,7 +224,7 @@ def test_calls_without_gradients_between_steps_are_plain(drops_all):
 def test_no_grad_calls_inside_apply_are_no_part_of_the_step():
     model, x = mlp(), torch.randn(4, 16)
     plan = harshest(model, x)
-    with lowtide.apply(model, plan):
+    with lowtide.apply(model, plan) as applied:
         for _ in range(3):
             with torch.no_grad():
                 model(x)
@@ -261,7 +261,7 @@ def test_several_steps_inside_one_apply_are_one_pass_each():
     bare = copy.deepcopy(model)
     same = torch.optim.AdamW(bare.parameters())
 
-    with lowtide.apply(model, plan):
+    with lowtide.apply(model, plan) as applied:
         for _ in range(3):
             optimizer.zero_grad()
             model(x).square().mean().backward()
