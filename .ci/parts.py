@@ -27,6 +27,7 @@ SWITCHED = (
 SWITCHED_TO_CUDA = (
     "tracing", "tape", "api", "runtime", "measurement", "device", "inference", "models", "graph", "reports",
     "simulation", "settings", "test_long_sequences.py", "doctor", "estimation", "foresight", "test_cli.py",
+    "integrations",
 )  # fmt: skip
 WITH_PLANS = ("tests/solvers", "tests/foresight", "tests/graph", "tests/simulation", "tests/reports", "tests/docs")
 WITH_PROCESSES = ("tests/distributed", "tests/integrations", "tests/benchmarks")
@@ -62,7 +63,7 @@ PARTS = (
     Part("the quick tests with all examples and full effort", 11.0,
          (*PYTEST, "--dist", "worksteal", "-m", "not slow and not thorough")),
     Part("slow tests of CUDA", 5.0, (*CUDA, "-m", "slow", "cuda_standin/tests", "tests/cuda")),
-    Part("the quick tests with CUDA as default device", 20.0,
+    Part("the quick tests with CUDA as default device", 22.0,
          (*CUDA, "--quick", "--device", "cuda", *(f"tests/{name}" for name in SWITCHED_TO_CUDA))),
     Part("the tests with the accelerator as default device", 15.0,
          (*PYTEST, "--device", "standin", "-m", "not slow", *(f"tests/{name}" for name in SWITCHED))),
