@@ -27,7 +27,7 @@ SWITCHED = (
 SWITCHED_TO_CUDA = (
     "tracing", "tape", "api", "runtime", "measurement", "device", "inference", "models", "graph", "reports",
     "simulation", "settings", "test_long_sequences.py", "doctor", "estimation", "foresight", "test_cli.py",
-    "integrations",
+    "integrations", "distributed/test_sharded_guards.py",
 )  # fmt: skip
 WITH_PLANS = ("tests/solvers", "tests/foresight", "tests/graph", "tests/simulation", "tests/reports", "tests/docs")
 WITH_PROCESSES = ("tests/distributed", "tests/integrations", "tests/benchmarks")
