@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 import lowtide
+from lowtide.hollow.kept_workspaces import are_given_back
 
 pytest.importorskip("cuda_standin", reason="cuda_standin is not here: make test-cuda")
 
@@ -362,6 +363,8 @@ def test_what_would_make_it_fit_is_measured_by_running_it_again(tmp_path):
 
 
 def test_the_example_of_the_pages_takes_what_they_say(quiet, monkeypatch):
+    if are_given_back():
+        pytest.skip("the pages' numbers are of a PyTorch whose products keep their workspaces")
     root = Path(__file__).parents[2]
     shown = json.loads((root / "benchmarks" / "results" / "pretend_example.json").read_text())["devices"]["h100"]
     monkeypatch.chdir(root)
