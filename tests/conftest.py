@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from accelerator.build import NoCompilerError
+from accelerator.build import NoCompilerError, cache_directory
 from support import memory_growth, quick, slowest
 from support.garbage import ShortCollections, SmallHeap
 from support.quick_planner import QuickPlanner
@@ -17,6 +17,7 @@ from support.switched_device import Switched, switch_to
 from support.training_steps import drop_everything, is_clean
 from torch import nn
 
+from lowtide.device import allocation_counter
 from lowtide.runtime import rehearsal
 
 _numbers = itertools.count()
@@ -67,6 +68,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Built once for all tests, and for what they start; each of them has a cache of its own.
+    os.environ.setdefault("LOWTIDE_ALLOCATION_COUNTER", str(cache_directory() / "counter"))
+    allocation_counter.prepare(waits=True)
     config.pluginmanager.register(ShortCollections())
     config.pluginmanager.register(SmallHeap())
     quick.choose(config)

@@ -49,6 +49,7 @@ STEPS = Feature(
         "torch.autograd.Function.apply",  # from 2.14 on, where the other is C
         # Where ``torch.func`` forbids saved-tensor hooks.
         "torch._functorch.eager_transforms._vjp_with_argnums", "torch._functorch.eager_transforms.grad_and_value_impl",
+        "torch.autograd.profiler._run_on_profiler_start",  # a profiler starts: what counts leaves it the slot
     ),
     read=(
         # The step: which backward runs, what autograd stores, on which thread.

@@ -28,7 +28,7 @@ def library() -> Path:
     compiler = shutil.which(name)
     if compiler is None:
         raise NoCompilerError(f"no C++ compiler ({name}) to build the tests' accelerator with")
-    directory = _cache_directory()
+    directory = cache_directory()
     directory.mkdir(parents=True, exist_ok=True)
     built = directory / f"standin-{_fingerprint(compiler)}.so"
     with (directory / "lock").open("w") as lock:
@@ -38,7 +38,7 @@ def library() -> Path:
     return built
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
     base = os.environ.get("LOWTIDE_TEST_CACHE_DIR") or Path.home() / ".cache" / "lowtide-tests"
     return Path(base)
 

@@ -1,6 +1,7 @@
 """The budget of a step in bytes, resident memory included, and how many of them the step may still allocate."""
 
 import sys
+from itertools import chain
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ AUTO_MARGIN = 0.1
 
 LOWERED_BY = 0.1  # of what the step may make, when memory has run out and nothing says how much was missing
 LEAST_LOWERED_BY = 1 / 32  # where something does: an allocator also needs room for what it cannot fill
+_PLAIN = (torch.Tensor, nn.Parameter)
 _MOST_AT_ONCE = 0.5  # of what the step may make: somebody else may have taken the memory for a moment
 
 
@@ -62,6 +64,7 @@ class StepBudget:
         self._workspaces = KeptWorkspaces()
         self._of_model = self._bytes_of(model)
         self.batch_bytes = self.segments_bytes = 0
+        self._quick_key, self._quick_state_bytes = (-1, 0), 0  # see ``quick_resident_bytes``
         self.read_memory(model)
         parsed = parse_budget(budget)
         self.absolute_bytes: int | None = None
@@ -118,6 +121,32 @@ class StepBudget:
         self._workspaces.take(self.device)
         allocated = device_bytes(self.device) if is_accelerator(self.device) else None
         self.resident_bytes = max(of_model, (allocated or 0) - self.batch_bytes)
+
+    def quick_resident_bytes(self, model: nn.Module) -> int:
+        """What ``read_memory`` would find of a model on a CPU, in a microsecond a parameter.
+
+        The optimizer's state is looked at again where there are other parameters, or more of them have some.
+        """
+        sizes: dict[int, int] = {}
+        own_bytes = 0
+        for tensor in chain(model.parameters(), model.buffers()):
+            own_bytes += tensor.nbytes
+            for part in (tensor, tensor.grad if tensor.is_leaf else None):
+                if part is None:
+                    continue
+                if type(part) not in _PLAIN or part.device != self.device or storage_of(part) is None:
+                    return self._bytes_of(model)
+                storage = part.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes()
+        key = own_bytes, len(getattr(self._optimizer, "state", ()))
+        if key != self._quick_key:
+            self._quick_key, self._quick_state_bytes = key, self.state_bytes()
+        return sum(sizes.values()) + self._quick_state_bytes
+
+    def batch_bytes_beside(self, batch: object) -> int:
+        """What ``batch`` takes on the model's device; of views of parameters too."""
+        storages = {s._cdata: s for t in plain_tensors(*tensors_in(batch)) if (s := storage_of(t)) is not None}
+        return sum(allocated_bytes(s) for s in storages.values() if torch.device(s.device) == self.device)
 
     def for_step(self, model: nn.Module, batch: object) -> int:
         """Bytes for what a step makes that starts now, on ``batch``."""

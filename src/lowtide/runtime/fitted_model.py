@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
-from lowtide.device import values_off
+from lowtide.device import allocation_counter, values_off
 from lowtide.errors import LowtideError, RehearsalMemoryError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -64,6 +64,7 @@ class Fit:
         self._first: PlannedStep | None = None
         self._verification: Verification | None = None
         self._reasons = Notices()
+        allocation_counter.prepare()
         if unchecked := why_unchecked(STEPS):
             self._reasons.note(unchecked)  # the log has it already
         if values_off.are_off:
@@ -239,6 +240,9 @@ class Fit:
             opaque_calls=self._opaque_calls(),
             last_peak_bytes=counters.last_peak_bytes,
             highest_peak_bytes=None if counters.uncounted_steps else counters.observed_peak_bytes,
+            over_budget_steps=counters.over_budget_steps,
+            excess_bytes=counters.excess_bytes,
+            plan_left_steps=counters.plan_left_steps,
         )
 
     def _opaque_calls(self) -> str:

@@ -389,10 +389,11 @@ class Lifecycle:
         if sharded := self._sharded_since_fit(model):
             self.plans_by_shape.refuse(shape, sharded, saved=True)
             self._why_no_plan = sharded
+            self.memory.begin_step(None, model, batch)
             return
         self.request_plans()
         self._step = self._unless_outgrown(model, shape, self.plans_by_shape.plan_for(shape))
-        self.memory.begin_step(self._step)
+        self.memory.begin_step(self._step, model, batch)
         self._why_no_plan = _OWN_CHECKPOINTING if self._is_own else self.plans_by_shape.why_no_plan(shape)
         self._spoiled, self._nodes, self._graphs = False, {}, []
         self._more_calls = False
@@ -567,6 +568,7 @@ class Lifecycle:
 
     def _end_step(self) -> None:
         counters = self.counters
+        self.memory.stop_counting()
         self._ended_well = not self._spoiled
         counters.steps += 1
         step, diverged = self._step, self._watch is not None
@@ -589,6 +591,7 @@ class Lifecycle:
         counters.why_not_planned = _RAN_OTHER_OPS if diverged else ""
         if step is None:
             counters.why_not_planned = self._why_no_plan
+        counters.plan_left_steps += step is not None and self._watch is not None
         counters.planned_steps += not counters.why_not_planned
         counters.planned_calls += self._planned_calls
         self._awaited = min(_MOST_AWAITED, self._awaited + max(0, len(self._shapes) - 1))
@@ -598,7 +601,8 @@ class Lifecycle:
         if self._watch is not None:
             self._close_watch(() if self._spoiled else shapes)
             self.memory.note_watched()
-        peak = self.memory.end_step(step, ran_plan=not counters.why_not_planned)
+        beside_bytes = self._expected.inputs_bytes or 0
+        peak = self.memory.end_step(step, ran_plan=not counters.why_not_planned, beside_bytes=beside_bytes)
         if peak is not None and self._ended_well and step is None:
             if self._is_own:
                 self._budget.first_bytes = peak

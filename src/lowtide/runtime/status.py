@@ -18,6 +18,9 @@ class Counters:
     observed_peak_bytes: int | None = None
     last_peak_bytes: int | None = None
     uncounted_steps: int = 0  # whose peak nobody counts
+    over_budget_steps: int = 0
+    excess_bytes: int = 0  # of the worst of them
+    plan_left_steps: int = 0
     why_not_planned: str = "no step has been seen yet"  # the last step; "": it was
 
 
@@ -30,11 +33,13 @@ class Status:
         why_not: Why no plan is in force, "" where one is.
         steps, planned_steps: Seen in all, and of these under a plan.
         calls, planned_calls: Calls of the model with gradients, likewise.
-        observed_peak_bytes: Highest peak seen, resident memory included; None where it cannot be measured. On a CPU it
-            is that of steps without a plan: nobody counts what a planned step takes there.
-        last_peak_bytes: Of the last step, likewise. Under a plan it is what the device's allocator counts: for the
-            plan's first step, and for a later one that took more than any before.
+        observed_peak_bytes: Highest peak seen, resident memory included; None where it cannot be measured. Where the
+            counter is missing on a CPU (no compiler, a profiler is active), it is that of steps without a plan.
+        last_peak_bytes: Of the last step, as the allocator counts it; None where nobody does.
         highest_peak_bytes: ``observed_peak_bytes`` where each step's peak is known; else None.
+        over_budget_steps: Steps whose peak was above the budget.
+        excess_bytes: How far the worst of them was above it.
+        plan_left_steps: Steps that ran other ops than their plan, and went on without it.
         budget_bytes: What the step may take; None as long as a percentage waits for the first step.
         shapes, plans: Shapes seen, and plans at hand.
         planning_s: Seconds of planning, all beside training.
@@ -58,6 +63,9 @@ class Status:
     opaque_calls: str = ""
     last_peak_bytes: int | None = None
     highest_peak_bytes: int | None = None
+    over_budget_steps: int = 0
+    excess_bytes: int = 0
+    plan_left_steps: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from lowtide.device import allocation_counter
+from lowtide.device.allocation_counter import AllocationWindow
 from lowtide.device.block_size import in_blocks
 from lowtide.device.memory import PeakWindow, allocated_bytes, peak_not_given_back
 from lowtide.device.names import is_accelerator
@@ -25,6 +27,10 @@ _NOTHING_FITS = (
     "lower budget,\nor let the allocator's segments grow (PYTORCH_ALLOC_CONF=expandable_segments:True): less is lost "
     "between blocks."
 )
+_PROFILED = (
+    "steps are not counted while a profiler is active: PyTorch's allocators report to one of them. status() has the "
+    "peaks of the others"
+)
 # Of the budget: blocks that are not split differ from step to step, and no plan is made for that.
 _UNTOLD_SHARE = 1 / 512
 _STATE_CHECKS = 2  # of one plan: looking at each tensor of a state takes a millisecond or more
@@ -42,6 +48,8 @@ class StepMemory:
         self._over_bytes, self._over_reason = 0, ""
         self._planned_over_bytes, self._planned_over_reason = 0, ""
         self._window: PeakWindow | None = None  # of the present step, on a device
+        self._allocated: AllocationWindow | None = None  # of the present step
+        self._start_bytes = 0  # on a CPU: what was there when it began
         self._online_bytes = 0  # what the present step took, as an online tape counts it
         self._lost = ""  # that the user's peak statistic could not be given back, as it was told
 
@@ -126,20 +134,53 @@ class StepMemory:
         change = state_bytes - step.graph.resident.get("optimizer", 0)
         return change if abs(change) > _UNTOLD_SHARE * self._budget.limit_bytes else 0
 
-    def begin_step(self, step: PlannedStep | None) -> None:
-        """A step begins under this plan, or without one."""
+    def begin_step(self, step: PlannedStep | None, model: nn.Module | None = None, batch: object = ()) -> None:
+        """A step begins under this plan, or without one: from here on it is counted.
+
+        Args:
+            batch: What the first call of the model is given.
+        """
         if self._reserved is not None:
             self._reserved.begin_step(step, self._budget.device)
         self.forget_step()
-        if is_accelerator(self._budget.device):
-            first = step is not None and step.counted_peak_bytes is None
-            self._window = PeakWindow(self._budget.device, afresh=first)
+        device = self._budget.device
+        self._allocated = allocation_counter.count(device)
+        if is_accelerator(device):
+            first = step is not None and step.counted_peak_bytes is None and self._allocated is None
+            self._window = PeakWindow(device, afresh=first)
+        elif model is not None and self._allocated is not None:
+            self._start_bytes = self._budget.quick_resident_bytes(model) + self._budget.batch_bytes_beside(batch)
+        elif (why := self._why_not_counted()) is not None:
+            self._reasons.say_first("not counted", why)
 
-    def end_step(self, step: PlannedStep | None, *, ran_plan: bool) -> int | None:
-        """The step is over: note its peak and return it. ``ran_plan``: it ran as planned, all of it."""
-        counted, estimated = self._close_window(), self._online_bytes or None
+    def _why_not_counted(self) -> str | None:
+        """Why a step on a CPU goes by uncounted, to be told; None: the counter is still to come."""
+        if why := allocation_counter.why_missing():
+            return f"steps under a plan are not counted: {why}. status() has the peaks of steps without one"
+        return _PROFILED if allocation_counter.is_there() else None
+
+    def stop_counting(self) -> None:
+        """The step's ops have run: what its record needs from here on is not of the step."""
+        allocated = self._allocated
+        if allocated is None:
+            return
+        allocated.close()
+        if not (allocated.lost or allocated.is_of_host):
+            # An allocator that reports nothing, or something else, is no PyTorch's.
+            device_bytes = allocated_bytes(self._budget.device)
+            if allocated.left_bytes != device_bytes or not allocated.peak_bytes:
+                self._allocated = None
+
+    def end_step(self, step: PlannedStep | None, *, ran_plan: bool, beside_bytes: int = 0) -> int | None:
+        """The step is over: note its peak and return it.
+
+        Args:
+            ran_plan: It ran as planned, all of it.
+            beside_bytes: What was there before the step, and no call of the model was given (targets).
+        """
+        counted, estimated = self._counted_peak(beside_bytes), self._online_bytes or None
         if ran_plan and step is not None:
-            if counted is None:
+            if counted is None and is_accelerator(self._budget.device):
                 counted = step.counted_peak_bytes
             elif step.counted_peak_bytes is None:
                 step.counted_peak_bytes = counted
@@ -151,15 +192,31 @@ class StepMemory:
             counters.uncounted_steps += 1
         else:
             counters.observed_peak_bytes = max(counters.observed_peak_bytes or 0, peak)
+            if self._budget.absolute_bytes is not None and peak > self._budget.limit_bytes:
+                counters.over_budget_steps += 1
+                counters.excess_bytes = max(counters.excess_bytes, peak - self._budget.limit_bytes)
         self._online_bytes = 0
         return peak
 
     def forget_step(self) -> None:
         """What has begun is no step, or none that ends; what it took counts all the same."""
-        peak = self._close_window() or self._online_bytes
+        peak = self._counted_peak(0) or self._online_bytes
         if peak:
             self._counters.observed_peak_bytes = max(self._counters.observed_peak_bytes or 0, peak)
         self._online_bytes = 0
+
+    def _counted_peak(self, beside_bytes: int) -> int | None:
+        """What the allocator counted since the step began, what was there before included; None: nobody counted."""
+        self.stop_counting()
+        allocated, self._allocated = self._allocated, None
+        of_statistic = self._close_window()
+        if allocated is None:
+            return of_statistic
+        if allocated.lost:
+            self._reasons.say_first("not counted", _PROFILED)
+            return of_statistic
+        start_bytes = self._start_bytes + beside_bytes if allocated.is_of_host else 0
+        return start_bytes + allocated.peak_bytes
 
     def _close_window(self) -> int | None:
         window, self._window = self._window, None
