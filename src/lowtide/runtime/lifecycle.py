@@ -11,6 +11,7 @@ Nothing here raises into the training loop: an error of lowtide's own becomes a 
 """
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -19,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory
 from lowtide.device.streams import synchronize
 from lowtide.errors import LowtideError
@@ -114,6 +116,8 @@ class Lifecycle:
         self._step: PlannedStep | None = None  # in force in the present step
         self._watch: OnlineTape | None = None
         self._is_own = False  # the present step runs as the model is, its own checkpointing included
+        self._kept_budget = False  # the present step has one: no percentage that waits for it
+        self._began_s = 0.0  # when it began
         self._expected = ExpectedBytes()
         self._known_calls = KnownCalls()
         self._seam: Seam | None = None  # of the watch
@@ -385,6 +389,8 @@ class Lifecycle:
                 other._reasons.note(_STEPS_INSIDE)
         self.memory.follow_free_memory(model)
         self._is_own = not self.replace_checkpointing()
+        self._kept_budget = self._budget.absolute_bytes is not None
+        self._began_s = time.perf_counter()
         self._step = None
         if sharded := self._sharded_since_fit(model):
             self.plans_by_shape.refuse(shape, sharded, saved=True)
@@ -569,6 +575,9 @@ class Lifecycle:
     def _end_step(self) -> None:
         counters = self.counters
         self.memory.stop_counting()
+        # A recorded step is dearer than others; a device's steps are not over yet.
+        is_timed = type(self._watch) is OnlineTape and not is_accelerator(self._budget.device)
+        step_ms = 1e3 * (time.perf_counter() - self._began_s) if is_timed else None
         self._ended_well = not self._spoiled
         counters.steps += 1
         step, diverged = self._step, self._watch is not None
@@ -602,12 +611,16 @@ class Lifecycle:
             self._close_watch(() if self._spoiled else shapes)
             self.memory.note_watched()
         beside_bytes = self._expected.inputs_bytes or 0
-        peak = self.memory.end_step(step, ran_plan=not counters.why_not_planned, beside_bytes=beside_bytes)
-        if peak is not None and self._ended_well and step is None:
-            if self._is_own:
-                self._budget.first_bytes = peak
-            else:
-                self.plans_by_shape.unplanned_peak_bytes[shapes[0]] = peak
+        ran_plan = not counters.why_not_planned
+        peak = self.memory.end_step(step, ran_plan=ran_plan, beside_bytes=beside_bytes)
+        if peak is None or not self._ended_well:
+            return
+        if step is None and self._is_own:
+            self._budget.first_bytes = peak
+        elif step is None and self._kept_budget:
+            self.plans_by_shape.note_unplanned(shapes[0], peak, step_ms)
+        elif ran_plan and step is not None and step.shapes and not step.tape.proved:
+            self.memory.judge_planned(step, peak)
 
     def _forget_backwards(self) -> None:
         self._num_backwards, self._retained, self._ended_elsewhere = 0, False, False

@@ -38,12 +38,17 @@ from lowtide.units import format_bytes
 
 logger = logging.getLogger("lowtide")
 _MAX_REPLANS = 2  # of one shape, when its steps turn out to run other ops than the plan knows
-_CLEARLY_LESS = 0.98  # of the least plan's peak: a plan is faster than steps without one
+_CLEARLY_SLOWER = 1.25  # than steps without a plan: times of ops and of steps are not that far apart by chance
+_PEAK_TOLERANCE = 0.01  # of what a step may take: a plan is kept that took so much more
 _STEPS_REMEMBERED = 8  # of one pattern: where most of them ran other ops than planned, no plan fits
 _MOST_EVENTS_AT_ONCE = 10_000  # of a graph that is planned while a step waits: a second or two
 _MOST_TOLD = 3  # plans, one line each: batches of many sizes have many
 _WORTH_OWN_PLAN = 0.005  # of the plain step's time: what a step that makes its gradients could do without
 _MUCH_SMALLER = 0.85  # of the shape whose plan serves it: worth a plan of its own
+
+
+class _PlanWorseThanNoneError(LowtideError):
+    """Steps without a plan take less, or are faster."""
 
 
 @dataclass
@@ -56,6 +61,19 @@ class _Asked:
     first: PlannedStep | None = None  # put in force until the final plan is there
 
 
+@dataclass
+class Unplanned:
+    """What steps of a shape took that ran without a plan.
+
+    Attributes:
+        peak_bytes: The highest.
+        step_ms: Of the fastest, by the clock; None: nobody could tell.
+    """
+
+    peak_bytes: int = 0
+    step_ms: float | None = None
+
+
 class PlansByShape:
     """One model's plans.
 
@@ -65,7 +83,7 @@ class PlansByShape:
         planning_s: Seconds that the planner took in all.
         is_sharded: Parameters are whole for moments only, or in parts.
         least_bytes: By shape, the least budget there is, where the planner was asked for less.
-        unplanned_peak_bytes: By shape, what the last step without a plan took.
+        unplanned: By shape, what steps without a plan took within the present budget.
     """
 
     def __init__(
@@ -83,7 +101,7 @@ class PlansByShape:
         self.planning_s = 0.0
         self.least_bytes: dict[CallShape, int] = {}
         self._num_told = 0  # plans
-        self.unplanned_peak_bytes: dict[CallShape, int] = {}
+        self.unplanned: dict[CallShape, Unplanned] = {}
         self._asked: _Asked | None = None  # one at a time: the planner has one core
         self._next: list[tuple[tuple[CallShape, ...], PlanRequest]] = []  # wait for it
         self.is_sharded = facts.is_wrapped or facts.is_partitioned
@@ -266,8 +284,8 @@ class PlansByShape:
         self.plans = [p for p in self.plans if p.shapes[0].pattern != pattern]
         self._reasons.say(
             f"{sum(steps)} of the last {len(steps)} steps under a plan ran other ops than planned (skipped layers, "
-            "experts or branches that depend on data), so steps like these run online from now on: within the budget, "
-            "and slower than under a plan. For a plan, let every step run the same ops"
+            "experts or branches that depend on data), or of other sizes, so steps like these run online from now on: "
+            "within the budget, and slower than under a plan. For a plan, let every step run the same ops"
         )
 
     def change_budget(self, budget_bytes: int) -> None:
@@ -275,6 +293,7 @@ class PlansByShape:
         self._budget_bytes = budget_bytes
         self._refused -= {shape for shape, least in self.least_bytes.items() if least <= budget_bytes}
         self._aside.clear()
+        self.unplanned.clear()
         wrong = [p for p in self.plans if _exceeds(p, budget_bytes) or _is_tight(p, budget_bytes)]
         self.plans = [p for p in self.plans if not _exceeds(p, budget_bytes)]
         waiting = [*self._next, *([(self._asked.shapes, self._asked.request)] if self._asked is not None else ())]
@@ -573,14 +592,52 @@ class PlansByShape:
         """No plan fits the budget: the one at the least there is comes next, or none, if steps without took less."""
         shape, least = asked.shapes[0], error.least_bytes
         self.least_bytes[shape] = least
-        unplanned = self.unplanned_peak_bytes.get(shape, least)
-        if unplanned < least and (unplanned <= error.budget_bytes or unplanned < _CLEARLY_LESS * least):
-            budget = format_bytes(error.budget_bytes)
-            took = f"a step without one took {format_bytes(unplanned)} of {budget}"
-            self.refuse(shape, f"the leanest plan takes {format_bytes(least)}, and {took}")
+        if why := self._why_worse(shape, least, None):
+            self.refuse(shape, why)
             return
         self._say_least(error.budget_bytes)
         self._next.append((asked.shapes, replace(asked.request, budget=least)))
+
+    def allowed_bytes(self, shape: CallShape) -> int:
+        """What a step under a plan may take: the budget, or what steps without one took."""
+        unplanned = self.unplanned.get(shape)
+        return max(self._budget_bytes or 0, 0 if unplanned is None else unplanned.peak_bytes)
+
+    def note_unplanned(self, shape: CallShape, peak_bytes: int, step_ms: float | None) -> None:
+        """A step without a plan is over, that had to keep the present budget."""
+        found = self.unplanned.setdefault(shape, Unplanned())
+        found.peak_bytes = max(found.peak_bytes, peak_bytes)
+        if step_ms is not None:
+            found.step_ms = min(found.step_ms or step_ms, step_ms)
+
+    def _why_worse(self, shape: CallShape, peak_bytes: int, step_ms: float | None) -> str:
+        """Why a plan of this peak and time is worse than none; "" if it is not, or nobody knows."""
+        unplanned = self.unplanned.get(shape)
+        if unplanned is None:
+            return ""
+        if peak_bytes > self.allowed_bytes(shape):
+            budget = format_bytes(self._budget_bytes or 0)
+            took = f"a step without one took {format_bytes(unplanned.peak_bytes)} of {budget}"
+            return f"the leanest plan takes {format_bytes(peak_bytes)}, and {took}"
+        if step_ms is not None and unplanned.step_ms is not None and step_ms > _CLEARLY_SLOWER * unplanned.step_ms:
+            return (
+                f"a step under the plan is predicted to take {step_ms:.1f} ms and {format_bytes(peak_bytes)}, and a "
+                f"step without one took {unplanned.step_ms:.1f} ms and {format_bytes(unplanned.peak_bytes)}"
+            )
+        return ""
+
+    def note_peak(self, planned: PlannedStep, peak_bytes: int) -> bool:
+        """A step under ``planned`` took that: whether it is more than the plan is worth.
+
+        It is then let go of, as where a step runs other ops: the next step is watched.
+        """
+        allowed = max(self.allowed_bytes(planned.shapes[0]), planned.plan.measurable_peak_bytes)
+        if peak_bytes <= (1 + _PEAK_TOLERANCE) * allowed:
+            return False
+        planned.diverged = True
+        if steps := self._diverged[planned.shapes[0].pattern]:
+            steps[-1] = True
+        return True
 
     def _say_least(self, budget_bytes: int) -> None:
         """That plans are above the budget: one line for all shapes, told once."""
@@ -592,6 +649,9 @@ class PlansByShape:
         self._reasons.say_first(f"least above {budget}", told)
 
     def _adopted(self, asked: _Asked, plan: Plan) -> PlannedStep:
+        """Raises: _PlanWorseThanNoneError: steps without one are better."""
+        if why := self._why_worse(asked.shapes[0], plan.budgeted_peak_bytes, plan.predicted_step_ms):
+            raise _PlanWorseThanNoneError(why)
         return self._put_in_force(asked.shapes, asked.request.graph, asked.request.costs, plan)
 
     def _put_in_force(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, plan: Plan) -> PlannedStep:

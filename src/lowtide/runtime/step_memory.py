@@ -33,6 +33,7 @@ _PROFILED = (
 )
 # Of the budget: blocks that are not split differ from step to step, and no plan is made for that.
 _UNTOLD_SHARE = 1 / 512
+_TOLD_SHARE = 0.01  # of the budget: a step under a plan that takes so much more is told
 _STATE_CHECKS = 2  # of one plan: looking at each tensor of a state takes a millisecond or more
 
 
@@ -49,6 +50,7 @@ class StepMemory:
         self._planned_over_bytes, self._planned_over_reason = 0, ""
         self._window: PeakWindow | None = None  # of the present step, on a device
         self._allocated: AllocationWindow | None = None  # of the present step
+        self._was_counted = False  # the last step
         self._start_bytes = 0  # on a CPU: what was there when it began
         self._online_bytes = 0  # what the present step took, as an online tape counts it
         self._lost = ""  # that the user's peak statistic could not be given back, as it was told
@@ -179,6 +181,7 @@ class StepMemory:
             beside_bytes: What was there before the step, and no call of the model was given (targets).
         """
         counted, estimated = self._counted_peak(beside_bytes), self._online_bytes or None
+        self._was_counted = counted is not None
         if ran_plan and step is not None:
             if counted is None and is_accelerator(self._budget.device):
                 counted = step.counted_peak_bytes
@@ -239,21 +242,26 @@ class StepMemory:
         return peak
 
     def _note_planned(self, step: PlannedStep, peak: int) -> None:
-        """A step under a plan took more than both the plan and the budget say."""
-        if self._budget.is_of_reserved:
+        """Tell of a step under a plan that took more than the plan and, by more than a hundredth, the budget say."""
+        predicted, limit = step.plan.measurable_peak_bytes, self._budget.limit_bytes
+        over = peak - max(limit, predicted)
+        if self._budget.is_of_reserved or over <= max(_TOLD_SHARE * limit, self._planned_over_bytes):
             return
-        over = peak - max(self._budget.limit_bytes, step.plan.measurable_peak_bytes)
-        if over <= self._planned_over_bytes:
-            return
-        reason = (
-            f"a step under its plan took up to {format_bytes(over)} more than the budget, as the device's allocator "
-            "counts: something was there that the plan does not know"
-        )
+        why = "something was there that the plan does not know, or sizes were others"
+        if step.tape.proved:
+            why = "ops that nobody had proven ran twice in it"
+        took = f"{format_bytes(peak)} of {format_bytes(limit)}, predicted {format_bytes(predicted)}"
+        reason = f"a step under its plan took up to {took}: {why}"
         if self._planned_over_bytes:
             self._reasons.correct(self._planned_over_reason, reason)
         else:
             self._reasons.say(reason)
         self._planned_over_bytes, self._planned_over_reason = over, reason
+
+    def judge_planned(self, step: PlannedStep, peak: int) -> None:
+        """A step under a plan took ``peak``: the plan goes if that is more than it is worth."""
+        if not self._budget.is_of_reserved and self._was_counted:
+            self._plans_by_shape.note_peak(step, peak)
 
     def lower(
         self,

@@ -44,6 +44,11 @@ class CallUnderPlan:
         return not verdict
 
     @property
+    def is_to_be_proven(self) -> bool:
+        """No call of this kind has been."""
+        return self._inputs is not None
+
+    @property
     def is_never_the_same(self) -> bool:
         """So many other numbers have come at this place that each call is proven."""
         return self.op.calls.is_never_the_same(self._kind)

@@ -125,6 +125,7 @@ class Tape(SwitchedMode):
             planned op that ran (-1: none). What runs from there on is not the plan's any more: the online tape that it
             returns, which is in place when it returns, sees it. Where it returns None, it is saved.
         matches_all: Every op is matched, also where nothing is to be done.
+        proved: Ops of the present forward pass ran twice, which takes memory that the plan does not know.
     """
 
     def __init__(self, program: PlanProgram, model: nn.Module, tiers: Tiers | None = None) -> None:
@@ -142,6 +143,7 @@ class Tape(SwitchedMode):
         self.on_refusal: Callable[[TierError], None] | None = None
         self.on_divergence: Callable[[int], OnlineTape | None] | None = None
         self.matches_all = False
+        self.proved = False
         self._diverged_after: int | None = None  # the last op that ran as planned
         self._told = False  # ``on_divergence`` has been called
         self._online: OnlineTape | None = None  # what it returned
@@ -198,6 +200,7 @@ class Tape(SwitchedMode):
         self._call, self._callers = _OpenCall(call), []
         self._region, self._diverged_after, self._told, self._recipes = call, None, False, None
         self._online = None
+        self.proved = False
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._run.knows_passes = self.program.knows_passes
         self.program.run_under(self._run.flags)
@@ -502,6 +505,7 @@ class Tape(SwitchedMode):
         """Whether ``op`` gives the same bits when it runs again at once; if not, it is saved from now on."""
         if self.proves_at_birth is None or op.proven or op.uninitialised:
             return True
+        self.proved = True
         skipped = omitted_in_replay(op.func, args)
         again = [None if i in skipped else a for i, a in enumerate(args)]
         with nullcontext() if rng is None else rng.restored():
@@ -548,6 +552,7 @@ class Tape(SwitchedMode):
         rng = GeneratorState(args[0].device) if op.random else None
         second = None
         if self.proves_at_birth is not None and not op.proven:
+            self.proved = True
             second = args[0].clone()
             with nullcontext() if rng is None else rng.restored():
                 op.func(second, *args[1:], **kwargs)
@@ -594,6 +599,7 @@ class Tape(SwitchedMode):
             self.counts.mismatched += 1
             self._diverge()
             return
+        self.proved |= bool(op.drops) and running.is_to_be_proven
         is_proven = bool(op.drops) and running.is_proven(results, self._model())
         if is_proven and self.on_other_numbers is not None and running.is_never_the_same:
             self.on_other_numbers(op)
