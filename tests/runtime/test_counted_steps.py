@@ -8,6 +8,8 @@ from support.watched_training import resident_bytes
 import lowtide
 from lowtide.device import allocation_counter
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.runtime.plans_by_shape import PlansByShape
+from lowtide.runtime.step_memory import StepMemory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -89,3 +91,56 @@ def test_a_step_under_a_profiler_is_not_counted_and_that_is_told():
         assert status.in_force and status.last_peak_bytes is None and status.highest_peak_bytes is None
         assert any("not counted while a profiler is active" in reason for reason in status.reasons)
     assert again.last_peak_bytes is not None
+
+
+class Growing(torch.nn.Module):
+    """A table of rows, each of which takes part in each step."""
+
+    def __init__(self, rows, width=256):
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.randn(rows, width))
+
+    def grow(self, times):
+        self.rows.grad = None
+        self.rows.data = self.rows.detach().repeat(times, 1)
+
+    def forward(self, x):
+        for _ in range(4):
+            x = torch.tanh(self.rows * x)
+        return x
+
+
+def whole_peak(model, x):
+    model.zero_grad()
+    start = resident_bytes(model) + x.nbytes
+    return start + peak_bytes(lambda: model(x).square().mean().backward())
+
+
+@pytest.mark.parametrize("is_looked_at", [True, False])
+def test_parameters_that_grow_under_a_plan_that_keeps_everything(is_looked_at, monkeypatch):
+    if not is_looked_at:
+        monkeypatch.setattr(PlansByShape, "start_afresh", lambda self, before, now: None)
+        monkeypatch.setattr(StepMemory, "outgrown_bytes", lambda *_: 0)
+        monkeypatch.setattr(PlansByShape, "note_peak", lambda self, planned, peak: False)
+    model, x = Growing(512), torch.randn(256)
+    budget = int(1.1 * whole_peak(model, x))
+    with lowtide.fit(model, budget=budget) as fit:
+        for _ in range(3):
+            whole_peak(model, x)
+            fit.wait()
+        assert fit.status().in_force and fit.plan.counts["recompute"] == 0
+        model.grow(2)
+        plain = Growing(1024)
+        plain_peak = whole_peak(plain, x)
+        peaks = []
+        for _ in range(4):
+            peaks.append(whole_peak(model, x))
+            fit.wait()
+        status = fit.status()
+
+    assert plain_peak > 1.5 * budget
+    if is_looked_at:
+        assert max(peaks) < 0.9 * plain_peak and status.in_force
+        assert any("the model's parameters took 512.00 KiB, and take 1.00 MiB" in reason for reason in status.reasons)
+    else:
+        assert max(peaks) >= plain_peak and any("a step under its plan took up to" in r for r in status.reasons)

@@ -10,6 +10,7 @@ from torch import nn
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.runtime.planned_step import PlannedStep
+from lowtide.runtime.plans_by_shape import PlansByShape
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.tape import Tape
 
@@ -171,6 +172,7 @@ def test_a_rare_divergence_leaves_the_plan_in_force():
 def test_other_ops_under_a_plan_that_keeps_everything_are_noticed(looks, monkeypatch):
     if not looks:
         monkeypatch.setattr(PlannedStep, "makes_other_nodes", lambda self, made: False)
+        monkeypatch.setattr(PlansByShape, "note_peak", lambda self, planned, peak: False)  # it shows as well
     model = Changing()
     allowed = allowance(model, 1.1)
     with fitted(model, allowed) as fit:

@@ -122,15 +122,13 @@ class StepBudget:
         allocated = device_bytes(self.device) if is_accelerator(self.device) else None
         self.resident_bytes = max(of_model, (allocated or 0) - self.batch_bytes)
 
-    def quick_resident_bytes(self, model: nn.Module) -> int:
+    def quick_resident_bytes(self, model: nn.Module, parameter_bytes: int) -> int:
         """What ``read_memory`` would find of a model on a CPU, in a microsecond a parameter.
 
-        The optimizer's state is looked at again where there are other parameters, or more of them have some.
+        The optimizer's state is looked at again where parameters take other bytes, or more of them have some.
         """
         sizes: dict[int, int] = {}
-        own_bytes = 0
         for tensor in chain(model.parameters(), model.buffers()):
-            own_bytes += tensor.nbytes
             for part in (tensor, tensor.grad if tensor.is_leaf else None):
                 if part is None:
                     continue
@@ -138,7 +136,7 @@ class StepBudget:
                     return self._bytes_of(model)
                 storage = part.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes()
-        key = own_bytes, len(getattr(self._optimizer, "state", ()))
+        key = parameter_bytes, len(getattr(self._optimizer, "state", ()))
         if key != self._quick_key:
             self._quick_key, self._quick_state_bytes = key, self.state_bytes()
         return sum(sizes.values()) + self._quick_state_bytes

@@ -118,6 +118,7 @@ class Lifecycle:
         self._is_own = False  # the present step runs as the model is, its own checkpointing included
         self._kept_budget = False  # the present step has one: no percentage that waits for it
         self._began_s = 0.0  # when it began
+        self._is_shared = False  # another model's step or backward runs in it: what that takes is counted too
         self._expected = ExpectedBytes()
         self._known_calls = KnownCalls()
         self._seam: Seam | None = None  # of the watch
@@ -387,19 +388,24 @@ class Lifecycle:
         for other in self._all:
             if other._shapes and other._thread is self._thread:
                 other._reasons.note(_STEPS_INSIDE)
+                other._is_shared = True
         self.memory.follow_free_memory(model)
         self._is_own = not self.replace_checkpointing()
         self._kept_budget = self._budget.absolute_bytes is not None
+        self._is_shared = any(other._shapes and other._thread is self._thread for other in self._all)
         self._began_s = time.perf_counter()
         self._step = None
         if sharded := self._sharded_since_fit(model):
             self.plans_by_shape.refuse(shape, sharded, saved=True)
             self._why_no_plan = sharded
-            self.memory.begin_step(None, model, batch)
+            self.memory.begin_step(None)
             return
+        if (changed := self.memory.look(model, batch)) and not self.plans_by_shape.is_sharded:
+            self._unread.clear()
+            self.plans_by_shape.start_afresh(*changed)
         self.request_plans()
         self._step = self._unless_outgrown(model, shape, self.plans_by_shape.plan_for(shape))
-        self.memory.begin_step(self._step, model, batch)
+        self.memory.begin_step(self._step)
         self._why_no_plan = _OWN_CHECKPOINTING if self._is_own else self.plans_by_shape.why_no_plan(shape)
         self._spoiled, self._nodes, self._graphs = False, {}, []
         self._more_calls = False
@@ -518,6 +524,8 @@ class Lifecycle:
                 if moved or self.plans_by_shape.is_sharded or self._trains(roots):
                     self._more_calls |= self._has_more_calls_than_planned(roots)
                     self._after_backward_of_step(error, retains, creates)
+                else:
+                    self._is_shared = True
             elif moved and not self._awaited:
                 self._past.note_unseen_step()
             elif moved:
@@ -610,10 +618,11 @@ class Lifecycle:
         if self._watch is not None:
             self._close_watch(() if self._spoiled else shapes)
             self.memory.note_watched()
-        beside_bytes = self._expected.inputs_bytes or 0
         ran_plan = not counters.why_not_planned
-        peak = self.memory.end_step(step, ran_plan=ran_plan, beside_bytes=beside_bytes)
-        if peak is None or not self._ended_well:
+        peak = self.memory.end_step(
+            step, ran_plan=ran_plan, beside_bytes=self._expected.inputs_bytes or 0, is_shared=self._is_shared
+        )
+        if peak is None or not self._ended_well or self._is_shared:
             return
         if step is None and self._is_own:
             self._budget.first_bytes = peak

@@ -121,6 +121,7 @@ class PlansByShape:
         self._budget_bytes: int | None = None  # None before the first watched step
         self._choice_after = 0  # so many steps: another look at which shapes are worth a plan
         self._num_steps = 0
+        self._afresh_at, self._times_afresh = -_STEPS_REMEMBERED, 0  # see ``start_afresh``: after which step, in a row
 
     # -- which plan -----------------------------------------------------------------------------------------
 
@@ -287,6 +288,24 @@ class PlansByShape:
             "experts or branches that depend on data), or of other sizes, so steps like these run online from now on: "
             "within the budget, and slower than under a plan. For a plan, let every step run the same ops"
         )
+
+    def start_afresh(self, before_bytes: int, now_bytes: int) -> None:
+        """The model's parameters take other bytes: nothing is known any more of the sizes in its steps."""
+        often = self._num_steps - self._afresh_at < _STEPS_REMEMBERED
+        self._times_afresh = self._times_afresh + 1 if often else 1
+        self._afresh_at = self._num_steps
+        self.plans, self._next, self._asked = [], [], None
+        self._statistics = ShapeStatistics()
+        for known in (self._proven, self._num_nodes, self.unplanned, self.least_bytes, self._diverged, self._replans):
+            known.clear()
+        for shapes in (self._refused, self._doubted, self._alone):
+            shapes.clear()
+        took = f"the model's parameters took {format_bytes(before_bytes)}, and take {format_bytes(now_bytes)}"
+        if self._times_afresh <= _MAX_REPLANS:
+            self._reasons.say_latest("afresh", f"{took}: plans were for other sizes, so steps are watched again")
+            return
+        self._unsteady |= {shape.pattern for shape in self.seen}
+        self._reasons.say_latest("afresh", f"{took}, and change every few steps: no plan fits, steps run online")
 
     def change_budget(self, budget_bytes: int) -> None:
         """Let go of plans for more; have them made again, and those that could do with less recomputation."""

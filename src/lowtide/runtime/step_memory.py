@@ -34,6 +34,7 @@ _PROFILED = (
 # Of the budget: blocks that are not split differ from step to step, and no plan is made for that.
 _UNTOLD_SHARE = 1 / 512
 _TOLD_SHARE = 0.01  # of the budget: a step under a plan that takes so much more is told
+_OWN_BYTES = 1 << 16  # what comparisons of our own may take beside a step
 _STATE_CHECKS = 2  # of one plan: looking at each tensor of a state takes a millisecond or more
 
 
@@ -51,7 +52,8 @@ class StepMemory:
         self._window: PeakWindow | None = None  # of the present step, on a device
         self._allocated: AllocationWindow | None = None  # of the present step
         self._was_counted = False  # the last step
-        self._start_bytes = 0  # on a CPU: what was there when it began
+        # Before the present step: on an accelerator all that was there, on a CPU what is known to be.
+        self._start_bytes = self._parameter_bytes = 0
         self._online_bytes = 0  # what the present step took, as an online tape counts it
         self._lost = ""  # that the user's peak statistic could not be given back, as it was told
 
@@ -96,13 +98,31 @@ class StepMemory:
         if self._reserved is not None:
             self._reserved.note_watched(self._budget.device, self._budget.limit_bytes)
 
-    def outgrown_bytes(self, model: nn.Module, step: PlannedStep) -> int:
-        """How much more is on the device before this step than its plan knows, where the budget has no room for that.
+    def look(self, model: nn.Module, batch: object) -> tuple[int, int] | None:
+        """Note what is there before a step. The bytes of the parameters before and now, where they have changed.
 
-        0 where it has, and on a CPU, of which nobody counts all.
+        Args:
+            batch: What the first call of the model is given.
         """
-        allocated = allocated_bytes(self._budget.device) if is_accelerator(self._budget.device) else None
-        if allocated is None or not step.shapes:
+        before, device = self._parameter_bytes, self._budget.device
+        if is_accelerator(device):
+            start_bytes = allocated_bytes(device)
+            if start_bytes == self._start_bytes:  # as before the last step
+                return None
+            self._start_bytes = start_bytes or 0
+        self._parameter_bytes = sum(p.nbytes for p in model.parameters())
+        if not is_accelerator(device):
+            resident_bytes = self._budget.quick_resident_bytes(model, self._parameter_bytes)
+            self._start_bytes = resident_bytes + self._budget.batch_bytes_beside(batch)
+        return (before, self._parameter_bytes) if 0 < before != self._parameter_bytes else None
+
+    def outgrown_bytes(self, model: nn.Module, step: PlannedStep) -> int:
+        """How much more is there before this step than its plan knows, where the budget has no room for that; else 0.
+
+        On a CPU, of which nobody counts all, that is the model's, the optimizer's and the batch.
+        """
+        allocated = self._start_bytes
+        if not allocated or not step.shapes:
             return 0
         resident, limit = step.graph.resident, self._budget.limit_bytes
         # Without a look at each gradient: as if there were none yet, which the plan counts as there.
@@ -136,12 +156,8 @@ class StepMemory:
         change = state_bytes - step.graph.resident.get("optimizer", 0)
         return change if abs(change) > _UNTOLD_SHARE * self._budget.limit_bytes else 0
 
-    def begin_step(self, step: PlannedStep | None, model: nn.Module | None = None, batch: object = ()) -> None:
-        """A step begins under this plan, or without one: from here on it is counted.
-
-        Args:
-            batch: What the first call of the model is given.
-        """
+    def begin_step(self, step: PlannedStep | None) -> None:
+        """A step begins under this plan, or without one: from here on it is counted."""
         if self._reserved is not None:
             self._reserved.begin_step(step, self._budget.device)
         self.forget_step()
@@ -150,9 +166,7 @@ class StepMemory:
         if is_accelerator(device):
             first = step is not None and step.counted_peak_bytes is None and self._allocated is None
             self._window = PeakWindow(device, afresh=first)
-        elif model is not None and self._allocated is not None:
-            self._start_bytes = self._budget.quick_resident_bytes(model) + self._budget.batch_bytes_beside(batch)
-        elif (why := self._why_not_counted()) is not None:
+        elif self._allocated is None and (why := self._why_not_counted()) is not None:
             self._reasons.say_first("not counted", why)
 
     def _why_not_counted(self) -> str | None:
@@ -173,12 +187,15 @@ class StepMemory:
             if allocated.left_bytes != device_bytes or not allocated.peak_bytes:
                 self._allocated = None
 
-    def end_step(self, step: PlannedStep | None, *, ran_plan: bool, beside_bytes: int = 0) -> int | None:
+    def end_step(
+        self, step: PlannedStep | None, *, ran_plan: bool, beside_bytes: int = 0, is_shared: bool = False
+    ) -> int | None:
         """The step is over: note its peak and return it.
 
         Args:
             ran_plan: It ran as planned, all of it.
             beside_bytes: What was there before the step, and no call of the model was given (targets).
+            is_shared: Another model's step or backward ran in it.
         """
         counted, estimated = self._counted_peak(beside_bytes), self._online_bytes or None
         self._was_counted = counted is not None
@@ -188,7 +205,7 @@ class StepMemory:
             elif step.counted_peak_bytes is None:
                 step.counted_peak_bytes = counted
             if counted is not None:
-                self._note_planned(step, counted)
+                self._note_planned(step, counted, is_shared=is_shared)
         counters, peak = self._counters, estimated if counted is None else counted
         counters.last_peak_bytes = peak
         if peak is None:
@@ -241,14 +258,16 @@ class StepMemory:
         self._lost = lost
         return peak
 
-    def _note_planned(self, step: PlannedStep, peak: int) -> None:
+    def _note_planned(self, step: PlannedStep, peak: int, *, is_shared: bool) -> None:
         """Tell of a step under a plan that took more than the plan and, by more than a hundredth, the budget say."""
         predicted, limit = step.plan.measurable_peak_bytes, self._budget.limit_bytes
         over = peak - max(limit, predicted)
-        if self._budget.is_of_reserved or over <= max(_TOLD_SHARE * limit, self._planned_over_bytes):
+        if self._budget.is_of_reserved or over <= max(_TOLD_SHARE * limit, _OWN_BYTES, self._planned_over_bytes):
             return
         why = "something was there that the plan does not know, or sizes were others"
-        if step.tape.proved:
+        if is_shared:
+            why = "another model's step or backward ran in it, and is counted too"
+        elif step.tape.proved:
             why = "ops that nobody had proven ran twice in it"
         took = f"{format_bytes(peak)} of {format_bytes(limit)}, predicted {format_bytes(predicted)}"
         reason = f"a step under its plan took up to {took}: {why}"
@@ -261,7 +280,7 @@ class StepMemory:
     def judge_planned(self, step: PlannedStep, peak: int) -> None:
         """A step under a plan took ``peak``: the plan goes if that is more than it is worth."""
         if not self._budget.is_of_reserved and self._was_counted:
-            self._plans_by_shape.note_peak(step, peak)
+            self._plans_by_shape.note_peak(step, peak - _OWN_BYTES)
 
     def lower(
         self,
