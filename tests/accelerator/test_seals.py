@@ -57,20 +57,44 @@ def test_right_replays_are_found_right_on_every_schedule(device, training, sched
 
 
 @pytest.mark.parametrize("schedule", [(EARLY, EARLY), (LATE, LATE)])
-def test_a_change_that_no_version_shows_ends_backward_with_an_error(device, training, schedule):
+def test_after_a_change_that_no_version_shows_no_gradient_is_a_number_and_backward_ends_with_an_error(
+    device, training, schedule
+):
+    for _ in range(2):
+        training.step()
     training.meddles = True
-    with device.schedule(*schedule), pytest.raises(ReplayError, match="The gradients of this backward are wrong"):
-        for _ in range(SEALED_STEPS):
+    with device.schedule(*schedule), pytest.raises(ReplayError, match="are not a number, or wrong") as raised:
+        for number in range(3 * SEALED_STEPS):
             training.step()
-    assert training.fit.status().steps <= SEALED_STEPS
+            if number == SEALED_STEPS - 1:  # each dropped tensor has been compared
+                assert all(p.grad.isnan().any() for p in list(training.model.parameters())[:2])
+    assert "was changed since, without a version" in str(raised.value)
+
+
+@pytest.mark.parametrize("asks", [lowtide.Fit.wait, lowtide.Fit.remove])
+def test_who_waits_or_ends_is_told_of_what_was_not_raised_yet(training, asks):
+    training.meddles = True
+    for _ in range(SEALED_STEPS - 1):
+        training.step()
+    assert "other bits than in the forward pass" not in " ".join(training.fit.warnings)
+    asks(training.fit)
+    assert "other bits than in the forward pass" in " ".join(training.fit.warnings)
+
+
+def test_without_nan_gradients_would_be_numbers(training, monkeypatch):
+    monkeypatch.setattr(storage_bits, "_spoil_where", lambda differs, tensor: None)
+    training.meddles = True
+    for _ in range(SEALED_STEPS - 1):
+        training.step()
+    assert not any(p.grad.isnan().any() for p in training.model.parameters())
 
 
 def test_without_the_comparison_nothing_tells(training, monkeypatch):
-    monkeypatch.setattr(storage_bits.SealsOnDevice, "_compare", lambda self, *, computed: None)
+    monkeypatch.setattr(storage_bits.SealsOnDevice, "_look", lambda self, reading, *, waits: None)
     training.meddles = True
-    for _ in range(SEALED_STEPS):
+    for _ in range(2 * SEALED_STEPS):
         training.step()
-    assert training.fit.status().planned_steps == SEALED_STEPS
+    assert training.fit.status().planned_steps == 2 * SEALED_STEPS and not training.fit.warnings
 
 
 def test_where_an_optimizer_steps_inside_backward_the_error_comes_before_any_gradient(training):
@@ -85,15 +109,18 @@ def test_where_an_optimizer_steps_inside_backward_the_error_comes_before_any_gra
     assert len(stepped) < len(list(training.model.parameters()))
 
 
-def test_a_planned_step_waits_for_the_device_once_at_most(device, training):
+@pytest.mark.parametrize("schedule", [(EARLY, EARLY), (LATE, EARLY)])
+def test_a_planned_step_does_not_wait_for_the_device(device, training, schedule):
     for _ in range(2):  # ops are proven at their birth
         training.step()
     waits = []
-    for _ in range(SEALED_STEPS):
-        before = device.synchronized()
-        training.step()
-        waits.append(device.synchronized() - before)
-    assert max(waits) == 1
+    with device.schedule(*schedule):
+        for _ in range(2 * SEALED_STEPS):
+            before = device.synchronized()
+            training.step()
+            waits.append(device.synchronized() - before)
+    assert max(waits) == 0
+    assert training.fit.status().reasons == ()
 
 
 def test_a_comparison_takes_hardly_any_memory(device, monkeypatch):

@@ -196,6 +196,7 @@ class Fit:
             LowtideError: no step has been seen yet. TimeoutError: there is no plan after ``timeout_s``.
         """
         self._lifecycle.settle()
+        self._lifecycle.look_at_seals(waits=True)
         if not self._lifecycle.counters.steps and self._first is None:
             raise LowtideError("no step has been seen yet: nothing is being planned.\nRun a training step first.")
         self._lifecycle.request_plans(waits=True)
@@ -219,8 +220,9 @@ class Fit:
     # -- what really ran ------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """What really ran so far."""
+        """What really ran so far. Nobody waits for a device."""
         self._lifecycle.settle()
+        self._lifecycle.look_at_seals(waits=False)
         self._lifecycle.request_plans()
         counters, plans_by_shape = self._lifecycle.counters, self._lifecycle.plans_by_shape
         why_not = counters.why_not_planned if self._undo else "the fit was removed"

@@ -23,7 +23,7 @@ from torch import nn
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory
 from lowtide.device.streams import synchronize
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, ReplayError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.options import FitOptions
 from lowtide.runtime.budget import StepBudget
@@ -686,6 +686,16 @@ class Lifecycle:
         self._unread.append(_Recorded(shapes, graph, watch.times, budget_bytes, self._made_nodes, flags, proven))
         self.request_plans()
 
+    def look_at_seals(self, *, waits: bool) -> None:
+        """Tell of replays with other bits, as far as a device has said so: backward raises it, if one is to come."""
+        planned = [*self.plans_by_shape.plans, *([self._last] if self._last is not None else [])]
+        for seals in {id(p.tape): p.tape.seals for p in planned}.values():
+            if seals is not None:
+                try:
+                    seals.settle() if waits else seals.look(waits=False)
+                except ReplayError as error:
+                    self._say(" ".join(str(error).split()))
+
     def request_plans(self, *, waits: bool = False) -> None:
         """Hand recorded steps to the planner once the times of their ops are known.
 
@@ -814,6 +824,7 @@ class Lifecycle:
 
     def close(self) -> None:
         """Nothing is watched any more; a graph that is still there keeps its handles."""
+        self.look_at_seals(waits=True)
         self.abandon_step()
         self._unread.clear()
         self.checkpointing.restore()

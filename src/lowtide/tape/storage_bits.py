@@ -1,28 +1,33 @@
 """The bytes of a storage, to compare and to sum.
 
-On a CPU a sum is known at once. On a device it travels to pinned memory of the host while the step goes on. The sums of
-a backward are compared when that ends: the host waits once.
+On a CPU a sum is known at once. On a device it stays there, and is compared there: the host waits for nothing.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id as graph_task
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lowtide.device import values_off
 from lowtide.device.dispatch import bytes_of
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory
-from lowtide.device.streams import synchronize
+from lowtide.device.streams import current_stream, new_event, why_no_streams
 from lowtide.errors import ReplayError
 from lowtide.tracing.bits import same_elements
 from lowtide.tracing.operators import fingerprint
 
 Seal = int | tuple[int, ...] | Tensor  # a sum of words; in rehearsals a fingerprint, which shows swaps of words too
 _PIECE = 1 << 22  # words that are on the host at a time
-_CHUNK = 64  # sums that travel to one piece of pinned memory
+_CHUNK = 64  # sums in one piece of a device's memory
+_FLAGS = 512  # likewise
+_ROUND = 16  # steps until the host asks: in so many each dropped tensor has been compared once (``tape.py``)
+_HAVE_NAN = frozenset({
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128
+})  # fmt: skip
 
 
 def words(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,11 +95,14 @@ def changed_unseen(op: str, where: str, *, computed: bool = False) -> ReplayErro
     """A replay gives other bits than the op gave in the forward pass, though no version shows a change.
 
     Args:
-        computed: Backward has gone on, and ended.
+        computed: Backward has gone on, and other steps may have followed.
     """
     harm = "No gradient was computed from it."
     if computed:
-        harm = "The gradients of this backward are wrong: throw them away."
+        harm = (
+            f"Gradients of the last {3 * _ROUND} steps at most are not a number, or wrong: go back to a state of "
+            "before, and throw them away."
+        )
     return ReplayError(
         f"{op} in {where or 'the model'} gives other bits than in the forward pass: something that it read was changed "
         f"since, without a version\n(through .data, NumPy or a pointer). {harm}\n"
@@ -102,71 +110,147 @@ def changed_unseen(op: str, where: str, *, computed: bool = False) -> ReplayErro
     )
 
 
-class _Comparison(NamedTuple):
-    """What was sealed, and the sum of its replay: both on their way to the host."""
+class _Reading:
+    """Flags on their way to the host."""
 
-    sealed: Tensor
-    replayed: Tensor
-    op: str
-    where: str
+    def __init__(self, flags: list[Tensor], device: torch.device) -> None:
+        self._copies = [
+            torch.empty(chunk.shape, dtype=chunk.dtype, device="cpu", pin_memory=True).copy_(chunk, non_blocking=True)
+            for chunk in flags
+        ]
+        self._event = new_event(device)
+        self._event.record(current_stream(device))
+
+    def is_there(self, *, waits: bool) -> bool:
+        if waits:
+            self._event.synchronize()
+        return waits or self._event.query()
+
+    def raised(self) -> list[int]:
+        """The numbers of the flags that are up."""
+        return [n for n, flag in enumerate(flag for chunk in self._copies for flag in chunk.tolist()) if flag]
 
 
 class SealsOnDevice:
-    """The seals of one forward pass on a device. Its backward passes end with an error if a replay has other bits."""
+    """The seals of one tape's steps on a device, which stay there. Nobody waits for what they show.
 
-    __slots__ = ("_device", "_free", "_open", "_pending")
+    A replay that has other bits is overwritten with NaN by the device itself, so that no gradient made from it can be
+    used. The host learns of it later: once in sixteen steps it asks for the flags, and the backward that
+    finds them there ends with the error.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[Tensor] = []  # pinned words of the host
-        self._pending: list[_Comparison] = []
-        self._open: set[int] = set()  # backward passes at whose end the sums are compared
+        self._free: list[Tensor] = []  # words of the newest chunk
+        # Of this step and of the one before: another stream may still read words that nobody holds any more.
+        self._chunks: list[Tensor] = []
+        self._older_chunks: list[Tensor] = []
+        self._flags: list[Tensor] = []
+        self._free_flags: list[Tensor] = []
+        self._flag_of: dict[tuple[str, str], Tensor] = {}  # by operator and module
+        self._open: set[int] = set()  # backward passes that compare
+        self._num_steps = 0  # since the host asked last
+        self._has_compared = False  # likewise
+        self._reading: _Reading | None = None
+
+    def begin_step(self) -> None:
+        self._older_chunks, self._chunks, self._free = self._chunks, [], []
+        self._num_steps += 1
 
     def seal(self, tensor: Tensor) -> Tensor:
-        """A word in host memory that will have the sum of the storage's words."""
-        if not self._free:
-            chunk = torch.empty(_CHUNK, dtype=torch.int64, device="cpu", pin_memory=True)
-            self._free = list(chunk.unbind())
+        """A word on the device that will have the sum of the storage's words."""
         there = _sum_there(tensor)
-        return self._free.pop().copy_(there, non_blocking=True)
+        if not self._free:
+            self._chunks.append(torch.empty(_CHUNK, dtype=torch.int64, device=self._device))
+            self._free = list(self._chunks[-1].unbind())
+        return self._free.pop().copy_(there)
 
     def check(self, sealed: Tensor, tensor: Tensor, op: str, where: str, *, at_once: bool) -> None:
-        """Compare ``tensor``, a replay, with what was sealed: when the backward that runs ends, or ``at_once``.
+        """Compare ``tensor``, a replay, with what was sealed: on the device, or ``at_once``.
 
         Raises:
-            ReplayError: it has other bits; at the end of backward, from ``backward()``.
+            ReplayError: ``at_once``, it has other bits.
         """
-        self._pending.append(_Comparison(sealed, self.seal(tensor), op, where))
+        differs = _sum_there(tensor) != sealed
         backward = graph_task()
         if at_once or backward == -1:
-            self._compare(computed=False)
-        elif backward not in self._open:
+            if bool(differs) and not values_off.are_off:
+                raise changed_unseen(op, where)
+            return
+        _spoil_where(differs, tensor)
+        self._flag(op, where).logical_or_(differs)
+        if backward not in self._open:
             self._open.add(backward)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(backward))
 
-    def _end(self, backward: int) -> None:
-        self._open.discard(backward)
-        self._compare(computed=True)
+    def _flag(self, op: str, where: str) -> Tensor:
+        flag = self._flag_of.get((op, where))
+        if flag is None:
+            if not self._free_flags:
+                self._flags.append(torch.zeros(_FLAGS, dtype=torch.bool, device=self._device))
+                self._free_flags = list(self._flags[-1].unbind())[::-1]
+            flag = self._flag_of[op, where] = self._free_flags.pop()
+        return flag
 
-    def _compare(self, *, computed: bool) -> None:
-        pending, self._pending = self._pending, []
-        if not pending:
+    def _end(self, backward: int) -> None:
+        """A backward that compared has ended."""
+        self._open.discard(backward)
+        self._has_compared = True
+        if self._num_steps >= _ROUND:  # the device is never so far behind that the host waits here
+            self.look(waits=True)
+        elif self._reading is not None:
+            self._look(self._reading, waits=False)
+
+    def look(self, *, waits: bool) -> None:
+        """See what earlier backward passes have shown, and ask for what the last ones have.
+
+        Args:
+            waits: For the earlier ones.
+
+        Raises:
+            ReplayError: a replay had other bits.
+        """
+        if self._reading is not None:
+            self._look(self._reading, waits=waits)
+        if self._reading is None and self._has_compared:
+            self._has_compared, self._num_steps = False, 0
+            self._reading = _Reading(self._flags, self._device)
+            self._look(self._reading, waits=False)
+
+    def settle(self) -> None:
+        """Wait for what all backward passes so far have shown. Raises: ReplayError."""
+        self.look(waits=True)
+        self.look(waits=True)
+
+    def _look(self, reading: _Reading, *, waits: bool) -> None:
+        if not reading.is_there(waits=waits):
             return
-        synchronize(self._device)
-        for sealed, replayed, op, where in pending:
-            if int(sealed) != int(replayed) and not values_off.are_off:
-                raise changed_unseen(op, where, computed=computed)
+        self._reading = None
+        if (raised := reading.raised()) and not values_off.are_off:
+            for flags in self._flags:
+                flags.zero_()
+            op, where = list(self._flag_of)[raised[0]]
+            raise changed_unseen(op, where, computed=True)
+
+
+@values_off.unread
+def _spoil_where(differs: Tensor, tensor: Tensor) -> None:
+    """Make ``tensor`` NaN if ``differs`` says so. Its version stays: nobody is to find it changed."""
+    if tensor.dtype in _HAVE_NAN:
+        with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
+            tensor.masked_fill_(differs, float("nan"))
 
 
 def seals_on(device: torch.device) -> SealsOnDevice | None:
-    """Those of a forward pass on ``device``; None: its sums are known at once, or nothing travels beside the step."""
-    return SealsOnDevice(device) if is_accelerator(device) and _has_pinned_memory(device.type) else None
+    """Those of a tape on ``device``; None: its sums are known at once, or nothing travels beside the step."""
+    return SealsOnDevice(device) if is_accelerator(device) and _has_pinned_memory(device) else None
 
 
 @cache
-def _has_pinned_memory(device_type: str) -> bool:
+def _has_pinned_memory(device: torch.device) -> bool:
+    """And events."""
     try:
         torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
     except RuntimeError:
         return False
-    return True
+    return not why_no_streams(device.type)

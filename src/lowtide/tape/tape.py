@@ -33,7 +33,7 @@ from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.program import PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import recipes_of, replay_readers, unpacked
-from lowtide.tape.storage_bits import Seal, seals_on, sum_of_words
+from lowtide.tape.storage_bits import Seal, SealsOnDevice, seals_on, sum_of_words
 from lowtide.tape.switched_mode import SwitchedMode
 from lowtide.tape.values import (
     MARK,
@@ -125,6 +125,7 @@ class Tape(SwitchedMode):
             planned op that ran (-1: none). What runs from there on is not the plan's any more: the online tape that it
             returns, which is in place when it returns, sees it. Where it returns None, it is saved.
         matches_all: Every op is matched, also where nothing is to be done.
+        seals: On a device: those of all forward passes, once something is sealed there.
         proved: Ops of the present forward pass ran twice, which takes memory that the plan does not know.
     """
 
@@ -144,6 +145,7 @@ class Tape(SwitchedMode):
         self.on_divergence: Callable[[int], OnlineTape | None] | None = None
         self.matches_all = False
         self.proved = False
+        self.seals: SealsOnDevice | None = None
         self._diverged_after: int | None = None  # the last op that ran as planned
         self._told = False  # ``on_divergence`` has been called
         self._online: OnlineTape | None = None  # what it returned
@@ -202,6 +204,8 @@ class Tape(SwitchedMode):
         self._online = None
         self.proved = False
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
+        if self.seals is not None:
+            self.seals.begin_step()
         self._run.knows_passes = self.program.knows_passes
         self.program.run_under(self._run.flags)
         if self.rehearses:
@@ -495,9 +499,10 @@ class Tape(SwitchedMode):
 
     def _seal(self, tensor: torch.Tensor) -> Seal:
         """A sum that a replay of ``tensor`` has to have; on a device nobody waits for it."""
-        if self._run.seals is None:
-            self._run.seals = seals_on(tensor.device)
-        return sum_of_words(tensor) if self._run.seals is None else self._run.seals.seal(tensor)
+        if self.seals is None:
+            self.seals = seals_on(tensor.device)
+        self._run.seals = self.seals
+        return sum_of_words(tensor) if self.seals is None else self.seals.seal(tensor)
 
     def _proven(
         self, op: TapedOp, args: tuple, kwargs: dict, rng: GeneratorState | GeneratorStates | None, result: Any
