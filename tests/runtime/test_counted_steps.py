@@ -28,9 +28,7 @@ class Training:
         plain = peak_bytes(self.step)
         self.model.zero_grad()
         self.there = resident_bytes(self.model) + self.batch.nbytes
-        self.fit = lowtide.fit(
-            self.model, budget=int(self.there + share * plain), optimizer=self.optimizer, **options
-        )
+        self.fit = lowtide.fit(self.model, budget=int(self.there + share * plain), optimizer=self.optimizer, **options)
 
     def step(self):
         self.model(self.batch).square().mean().backward()
@@ -39,7 +37,7 @@ class Training:
 def test_the_peak_of_each_step_is_told():
     training = Training()
     with training.fit as fit:
-        for number in range(4):
+        for _ in range(4):
             start = resident_bytes(training.model) + training.batch.nbytes
             taken = start + peak_bytes(training.step)
             assert fit.status().last_peak_bytes == taken
@@ -47,7 +45,7 @@ def test_the_peak_of_each_step_is_told():
             fit.wait()
         status = fit.status()
 
-    assert number == 3 and status.planned_steps == 3
+    assert status.planned_steps == 3
     assert status.last_peak_bytes == fit.plan.predicted_peak_bytes
     assert status.highest_peak_bytes == status.observed_peak_bytes <= status.budget_bytes
     assert (status.over_budget_steps, status.excess_bytes, status.plan_left_steps) == (0, 0, 0)

@@ -111,7 +111,12 @@ class Status:
         peak = "not measured" if self.observed_peak_bytes is None else format_bytes(self.observed_peak_bytes)
         if self._is_of_some_steps:
             peak += " in steps without a plan"
+        if self.last_peak_bytes is not None:
+            peak += f", last step {format_bytes(self.last_peak_bytes)}"
         text += f" Observed peak: {peak}; budget: {budget}."
+        if self.over_budget_steps:
+            steps = f"{self.over_budget_steps} step{'s' * (self.over_budget_steps > 1)}"
+            text += f" {steps} took more than the budget, by {format_bytes(self.excess_bytes)} at most."
         return (
             f"{text} Shapes: {self.shapes}, plans: {self.plans}; planning beside training took {self.planning_s:.1f} s."
         )

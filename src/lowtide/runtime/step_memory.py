@@ -52,6 +52,7 @@ class StepMemory:
         self._window: PeakWindow | None = None  # of the present step, on a device
         self._allocated: AllocationWindow | None = None  # of the present step
         self._was_counted = False  # the last step
+        self._has_budget = False  # the present step: no percentage that waits for it
         # Before the present step: on an accelerator all that was there, on a CPU what is known to be.
         self._start_bytes = self._parameter_bytes = 0
         self._online_bytes = 0  # what the present step took, as an online tape counts it
@@ -161,6 +162,7 @@ class StepMemory:
         if self._reserved is not None:
             self._reserved.begin_step(step, self._budget.device)
         self.forget_step()
+        self._has_budget = self._budget.absolute_bytes is not None
         device = self._budget.device
         self._allocated = allocation_counter.count(device)
         if is_accelerator(device):
@@ -212,7 +214,7 @@ class StepMemory:
             counters.uncounted_steps += 1
         else:
             counters.observed_peak_bytes = max(counters.observed_peak_bytes or 0, peak)
-            if self._budget.absolute_bytes is not None and peak > self._budget.limit_bytes:
+            if self._has_budget and peak > self._budget.limit_bytes:
                 counters.over_budget_steps += 1
                 counters.excess_bytes = max(counters.excess_bytes, peak - self._budget.limit_bytes)
         self._online_bytes = 0
