@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import weakref
@@ -116,7 +117,8 @@ class AllocationWindow:
         return self._left or 0
 
     def __del__(self) -> None:
-        self.close()
+        if not sys.is_finalizing():
+            self.close()
 
 
 class _Place:

@@ -7,6 +7,9 @@ from lowtide.reports.notebook import card
 from lowtide.units import format_bytes
 
 
+_TOLD_SHARE = 0.01  # of the budget: the sentence speaks of steps that took so much more
+
+
 @dataclass
 class Counters:
     """What went by."""
@@ -114,7 +117,7 @@ class Status:
         if self.last_peak_bytes is not None:
             peak += f", last step {format_bytes(self.last_peak_bytes)}"
         text += f" Observed peak: {peak}; budget: {budget}."
-        if self.over_budget_steps:
+        if self.budget_bytes and self.excess_bytes > _TOLD_SHARE * self.budget_bytes:
             steps = f"{self.over_budget_steps} step{'s' * (self.over_budget_steps > 1)}"
             text += f" {steps} took more than the budget, by {format_bytes(self.excess_bytes)} at most."
         return (

@@ -5,7 +5,7 @@ from torch import nn
 from lowtide.device import allocation_counter
 from lowtide.device.allocation_counter import AllocationWindow
 from lowtide.device.block_size import in_blocks
-from lowtide.device.memory import PeakWindow, allocated_bytes, peak_not_given_back
+from lowtide.device.memory import PeakWindow, allocated_bytes, give_back_peak, peak_not_given_back
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import missing_bytes, tried_bytes
 from lowtide.runtime.budget import StepBudget
@@ -51,6 +51,7 @@ class StepMemory:
         self._planned_over_bytes, self._planned_over_reason = 0, ""
         self._window: PeakWindow | None = None  # of the present step, on a device
         self._allocated: AllocationWindow | None = None  # of the present step
+        self._reports_all = False  # the device's allocator does to the counter, as a step has shown
         self._was_counted = False  # the last step
         self._has_budget = False  # the present step: no percentage that waits for it
         # Before the present step: on an accelerator all that was there, on a CPU what is known to be.
@@ -120,10 +121,12 @@ class StepMemory:
     def outgrown_bytes(self, model: nn.Module, step: PlannedStep) -> int:
         """How much more is there before this step than its plan knows, where the budget has no room for that; else 0.
 
-        On a CPU, of which nobody counts all, that is the model's, the optimizer's and the batch.
+        On a CPU, of which nobody counts all, that is the model's, the optimizer's and the batch. Not of a sharded model
+        there: what it gathers comes and goes.
         """
         allocated = self._start_bytes
-        if not allocated or not step.shapes:
+        comes_and_goes = self._plans_by_shape.is_sharded and not is_accelerator(self._budget.device)
+        if not allocated or not step.shapes or comes_and_goes:
             return 0
         resident, limit = step.graph.resident, self._budget.limit_bytes
         # Without a look at each gradient: as if there were none yet, which the plan counts as there.
@@ -165,9 +168,8 @@ class StepMemory:
         self._has_budget = self._budget.absolute_bytes is not None
         device = self._budget.device
         self._allocated = allocation_counter.count(device)
-        if is_accelerator(device):
-            first = step is not None and step.counted_peak_bytes is None and self._allocated is None
-            self._window = PeakWindow(device, afresh=first)
+        if is_accelerator(device) and not (self._allocated and self._reports_all):
+            self._window = PeakWindow(device, afresh=step is not None and step.counted_peak_bytes is None)
         elif self._allocated is None and (why := self._why_not_counted()) is not None:
             self._reasons.say_first("not counted", why)
 
@@ -183,10 +185,10 @@ class StepMemory:
         if allocated is None:
             return
         allocated.close()
-        if not (allocated.lost or allocated.is_of_host):
+        if not (allocated.lost or allocated.is_of_host or self._reports_all):
             # An allocator that reports nothing, or something else, is no PyTorch's.
-            device_bytes = allocated_bytes(self._budget.device)
-            if allocated.left_bytes != device_bytes or not allocated.peak_bytes:
+            self._reports_all = allocated.left_bytes == allocated_bytes(self._budget.device)
+            if not self._reports_all:
                 self._allocated = None
 
     def end_step(
@@ -242,9 +244,9 @@ class StepMemory:
 
     def _close_window(self) -> int | None:
         window, self._window = self._window, None
+        peak = None if window is None else window.close()
         if window is None:
-            return None
-        peak = window.close()
+            give_back_peak(self._budget.device)
         missing = peak_not_given_back(self._budget.device)
         lost = ""
         if missing is not None:
