@@ -7,7 +7,7 @@ import torch
 from support.training_steps import mlp
 
 import lowtide
-from lowtide.device import memory
+from lowtide.device import allocation_counter, memory
 from lowtide.runtime.plans_by_shape import PlansByShape
 from lowtide.runtime.step_memory import StepMemory
 from lowtide.units import format_bytes
@@ -92,6 +92,29 @@ def test_a_planned_step_that_takes_more_than_its_budget_is_told(device):
     assert "a step under its plan took up to" in status.reasons[-1]
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_later_planned_step_is_counted_below_a_peak_of_the_users(device, monkeypatch, counts):
+    if not counts:
+        monkeypatch.setattr(allocation_counter, "count", lambda *_: None)
+    model, batch = model_and_batch()
+    taken = []
+    model.register_forward_hook(lambda *_: taken.append(torch.empty(more, dtype=torch.uint8, device="standin")))
+    more = 0
+    with fitted(model, batch) as fit:
+        step(model, batch)
+        fit.wait()
+        step(model, batch)
+        first = fit.status().last_peak_bytes
+        torch.empty(64 * MIB, dtype=torch.uint8, device="standin")
+        before = torch.accelerator.max_memory_allocated()
+        more = 8 * MIB
+        step(model, batch)
+        status = fit.status()
+
+    assert status.planned_steps == 2 and torch.accelerator.max_memory_allocated() == before
+    assert (status.last_peak_bytes > first) == counts  # the statistic tells of what it rises to, and of nothing else
+
+
 @pytest.mark.parametrize("budget_share", [0.5, 2.0])
 def test_the_users_peak_is_exact_after_a_watched_step(device, budget_share):
     model, batch = model_and_batch()
@@ -139,8 +162,8 @@ def test_a_peak_that_the_user_has_reset_meanwhile_is_not_given_back(device):
         assert memory.peak_not_given_back("standin") is None
 
 
-class OptimizerNobodyTold:
-    """A training by hand, which makes its state after the first step: no optimizer of PyTorch's has it."""
+class StateNobodyTold:
+    """A training that keeps something after its first step that no optimizer has: averages of weights, or gradients."""
 
     def __init__(self):
         self.model, self.batch = model_and_batch(depth=6, width=256, rows=2048)
@@ -163,7 +186,8 @@ class OptimizerNobodyTold:
 def test_a_plan_that_no_longer_fits_beside_what_is_there_is_dropped_and_made_anew(device, monkeypatch, is_looked_at):
     if not is_looked_at:
         monkeypatch.setattr(StepMemory, "outgrown_bytes", lambda *_: 0)
-    training = OptimizerNobodyTold()
+        monkeypatch.setattr(PlansByShape, "note_peak", lambda self, planned, peak: False)  # it would tell afterwards
+    training = StateNobodyTold()
     with lowtide.fit(training.model, budget=training.budget, offload=NO_HOST) as fit:
         (first, *peaks) = training.steps(fit, 5)
         status = fit.status()
@@ -210,7 +234,7 @@ def test_a_plan_is_back_when_what_was_there_for_a_moment_has_gone(device, monkey
 
 
 def test_the_least_there_is_stays_and_knows_what_it_takes_beside_what_came(device):
-    training = OptimizerNobodyTold()
+    training = StateNobodyTold()
     budget = torch.accelerator.memory_allocated() + sum(p.nbytes for p in training.model.parameters())
     with lowtide.fit(training.model, budget=budget, offload=NO_HOST) as fit:
         *_, last = training.steps(fit, 4)
