@@ -6,7 +6,6 @@ from typing import Any
 from lowtide.reports.notebook import card
 from lowtide.units import format_bytes
 
-
 _TOLD_SHARE = 0.01  # of the budget: the sentence speaks of steps that took so much more
 
 
