@@ -136,7 +136,7 @@ class StepBudget:
                     return self._bytes_of(model)
                 storage = part.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes()
-        key = parameter_bytes, len(getattr(self._optimizer, "state", ()))
+        key = parameter_bytes, len(getattr(self.optimizers.all(), "state", None) or ())
         if key != self._quick_key:
             self._quick_key, self._quick_state_bytes = key, self.state_bytes()
         return sum(sizes.values()) + self._quick_state_bytes
