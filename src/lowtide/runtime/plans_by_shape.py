@@ -38,7 +38,9 @@ from lowtide.units import format_bytes
 
 logger = logging.getLogger("lowtide")
 _MAX_REPLANS = 2  # of one shape, when its steps turn out to run other ops than the plan knows
-_CLEARLY_SLOWER = 1.25  # than steps without a plan: times of ops and of steps are not that far apart by chance
+# Than steps without a plan. A plan's time is that of the ops of one step, which was the first of a process, mostly.
+_CLEARLY_SLOWER = 2.0
+_LEAST_TIMED = 2  # steps: one may be slow by chance
 _PEAK_TOLERANCE = 0.01  # of what a step may take: a plan is kept that took so much more
 _STEPS_REMEMBERED = 8  # of one pattern: where most of them ran other ops than planned, no plan fits
 _MOST_EVENTS_AT_ONCE = 10_000  # of a graph that is planned while a step waits: a second or two
@@ -67,11 +69,16 @@ class Unplanned:
 
     Attributes:
         peak_bytes: The highest.
-        step_ms: Of the fastest, by the clock; None: nobody could tell.
+        step_ms: Of the fastest of ``num_timed``, by the clock.
     """
 
     peak_bytes: int = 0
-    step_ms: float | None = None
+    step_ms: float = float("inf")
+    num_timed: int = 0
+
+    @property
+    def is_timed(self) -> bool:
+        return self.num_timed >= _LEAST_TIMED
 
 
 class PlansByShape:
@@ -627,7 +634,7 @@ class PlansByShape:
         found = self.unplanned.setdefault(shape, Unplanned())
         found.peak_bytes = max(found.peak_bytes, peak_bytes)
         if step_ms is not None:
-            found.step_ms = min(found.step_ms or step_ms, step_ms)
+            found.step_ms, found.num_timed = min(found.step_ms, step_ms), found.num_timed + 1
 
     def _why_worse(self, shape: CallShape, peak_bytes: int, step_ms: float | None) -> str:
         """Why a plan of this peak and time is worse than none; "" if it is not, or nobody knows."""
@@ -638,7 +645,7 @@ class PlansByShape:
             budget = format_bytes(self._budget_bytes or 0)
             took = f"a step without one took {format_bytes(unplanned.peak_bytes)} of {budget}"
             return f"the leanest plan takes {format_bytes(peak_bytes)}, and {took}"
-        if step_ms is not None and unplanned.step_ms is not None and step_ms > _CLEARLY_SLOWER * unplanned.step_ms:
+        if step_ms is not None and unplanned.is_timed and step_ms > _CLEARLY_SLOWER * unplanned.step_ms:
             return (
                 f"a step under the plan is predicted to take {step_ms:.1f} ms and {format_bytes(peak_bytes)}, and a "
                 f"step without one took {unplanned.step_ms:.1f} ms and {format_bytes(unplanned.peak_bytes)}"
