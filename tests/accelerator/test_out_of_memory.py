@@ -172,7 +172,9 @@ def test_a_value_is_proven_where_it_lies_if_there_is_no_room_beside_it(device, m
         loss = model(batch).square().mean()
         releaser = tapes[-1].releaser
         with _disable_current_modes():
-            value = next(v for v in releaser._unproven() if releaser._may_go(v) and v.bytes == 8 * MIB)
+            value = next(
+                v for v in releaser._unproven(releaser._holdings) if releaser._may_go(v) and v.bytes == 8 * MIB
+            )
             bits, lay_at = value.tensor.cpu(), value.tensor.data_ptr()
             live_bytes = releaser._live.now
             with device.capacity(torch.accelerator.memory_reserved()):
