@@ -166,13 +166,13 @@ def test_each_backward_in_a_region_ends_a_step_and_what_optimizers_do_between_is
                         losses[m] += adversarial(m, X, optimizers)
                 else:
                     losses[m] += adversarial(m, X, optimizers)
-                if m is model and n == 1:
+                if m is model and n >= 1:  # an optimizer whose state has come changes plans
                     fit.wait()
         status, plans = fit.status(), fit.plans
 
     assert losses[plain] == losses[model]
     assert all(map(torch.equal, plain.parameters(), model.parameters()))
-    assert (status.steps, status.plans) == (10, 2) and 6 <= status.planned_steps <= 8, status
+    assert (status.steps, status.plans) == (10, 2) and 4 <= status.planned_steps <= 8, status
     assert all(plan.counts["recompute"] > 0 for plan in plans)
     assert not any("Optimizer" in op.name or "_foreach" in op.name for plan in plans for op in plan.ops)
     assert is_clean(model)

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -684,7 +685,8 @@ class Lifecycle:
             self._reasons.note(why)
         flags, proven = watch.run_state.flags, watch.proven_ops
         self._unread.append(_Recorded(shapes, graph, watch.times, budget_bytes, self._made_nodes, flags, proven))
-        self.request_plans()
+        if not self._budget.optimizers.are_unknown:  # else the next step asks: its state is there then
+            self.request_plans()
 
     def look_at_seals(self, *, waits: bool) -> None:
         """Tell of replays with other bits, as far as a device has said so: backward raises it, if one is to come."""
@@ -707,11 +709,17 @@ class Lifecycle:
         for recorded in list(self._unread):
             if recorded.times.are_known():
                 self._unread.remove(recorded)
-                costs = costs_of(recorded.graph, recorded.times)
+                graph, costs = self._with_state(recorded.graph), costs_of(recorded.graph, recorded.times)
                 self.plans_by_shape.request(
-                    recorded.shapes, recorded.graph, costs, recorded.budget_bytes, recorded.made_nodes,
+                    recorded.shapes, graph, costs, recorded.budget_bytes, recorded.made_nodes,
                     recorded.flags, recorded.proven_ops,
                 )  # fmt: skip
+
+    def _with_state(self, graph: StepGraph) -> StepGraph:
+        """With what an optimizer that nobody had passed keeps, if it has stepped since ``graph`` was recorded."""
+        if graph.resident["optimizer"] or not (state_bytes := self._budget.state_bytes()):
+            return graph
+        return replace(graph, resident={**graph.resident, "optimizer": state_bytes})
 
     def _why_unlike_later_ones(self, watch: WatchedStep, model: nn.Module) -> str:
         """Why later steps take other memory than was recorded; "" if they do not.

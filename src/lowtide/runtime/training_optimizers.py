@@ -23,6 +23,11 @@ class TrainingOptimizers:
         self._stepped: list[weakref.ref[Any]] = []
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # of others too, which step none of its parameters
 
+    @property
+    def are_unknown(self) -> bool:
+        """Nobody has passed one, and none has stepped."""
+        return self._given is None and not self._stepped
+
     def all(self) -> Any:
         """What ``optimizer_bytes`` and its like take: one optimizer, several, a name, or None."""
         found = [optimizer for reference in self._stepped if (optimizer := reference()) is not None]
