@@ -77,6 +77,7 @@ class StepBudget:
             self.absolute_bytes = parsed
         self.most_bytes = self.absolute_bytes
         self.first_bytes: int | None = None
+        self._state_in_share: int | None = None  # of an optimizer, as a percentage was taken; None: it is none
         self.limit_bytes = self.absolute_bytes or 0
 
     def state_bytes(self) -> int:
@@ -174,8 +175,21 @@ class StepBudget:
         """The budget in bytes; a percentage is of this graph's plain step, once for all."""
         if self.absolute_bytes is None:
             self.move_to(min(absolute_bytes(graph, costs, self._asked), self.most_bytes or sys.maxsize))
+            self._state_in_share = graph.resident.get("optimizer", 0)
         assert self.absolute_bytes is not None
         return self.absolute_bytes
+
+    def follow_state(self) -> int:
+        """An optimizer's state has come that nobody foresaw: the bytes by which the budget grows.
+
+        A percentage is of activations, on top of what is resident; an amount of bytes includes the state, and stays.
+        """
+        if self._state_in_share is None or self.absolute_bytes is None:
+            return 0
+        more_bytes, before = max(0, self.state_bytes() - self._state_in_share), self.absolute_bytes
+        self._state_in_share += more_bytes
+        self.move_to(min(before + more_bytes, self.most_bytes or sys.maxsize))
+        return self.absolute_bytes - before
 
     def move_to(self, budget_bytes: int) -> None:
         """Another budget from now on."""

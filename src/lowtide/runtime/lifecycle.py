@@ -452,6 +452,7 @@ class Lifecycle:
             )
         step = found
         if step is not None and (change := self.memory.state_change_bytes(step)):
+            self._budget.follow_state()
             step = self.plans_by_shape.correct_state(step, change, self._budget.limit_bytes)
         more = 0 if step is None or not self._ended_well else self.memory.outgrown_bytes(model, step)
         self._ended_well = False
@@ -619,7 +620,8 @@ class Lifecycle:
         if self._watch is not None:
             self._close_watch(() if self._spoiled else shapes)
             self.memory.note_watched()
-        ran_plan = not counters.why_not_planned
+        # Of more calls than planned, as in a pipeline, each holds what its plan knows: none of them is judged alone.
+        ran_plan = not counters.why_not_planned and (step is None or len(shapes) == len(step.shapes))
         peak = self.memory.end_step(
             step, ran_plan=ran_plan, beside_bytes=self._expected.inputs_bytes or 0, is_shared=self._is_shared
         )
@@ -629,7 +631,7 @@ class Lifecycle:
             self._budget.first_bytes = peak
         elif step is None and self._kept_budget:
             self.plans_by_shape.note_unplanned(shapes[0], peak, step_ms)
-        elif ran_plan and step is not None and step.shapes and not step.tape.proved:
+        elif ran_plan and step is not None and not step.tape.proved:
             self.memory.judge_planned(step, peak)
 
     def _forget_backwards(self) -> None:
@@ -710,8 +712,9 @@ class Lifecycle:
             if recorded.times.are_known():
                 self._unread.remove(recorded)
                 graph, costs = self._with_state(recorded.graph), costs_of(recorded.graph, recorded.times)
+                budget_bytes = recorded.budget_bytes + self._budget.follow_state()
                 self.plans_by_shape.request(
-                    recorded.shapes, graph, costs, recorded.budget_bytes, recorded.made_nodes,
+                    recorded.shapes, graph, costs, budget_bytes, recorded.made_nodes,
                     recorded.flags, recorded.proven_ops,
                 )  # fmt: skip
 
