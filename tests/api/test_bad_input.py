@@ -205,7 +205,7 @@ def test_what_is_no_module_is_refused():
 @pytest.mark.parametrize(
     ("optimizer", "kind", "message"),
     [
-        (3, TypeError, "optimizer is a int. Pass a torch.optim.Optimizer, or a name like 'adamw'."),
+        (3, TypeError, "optimizer is a int. Pass a torch.optim.Optimizer, several, or a name like 'adamw'."),
         (
             "sophia",
             ValueError,

@@ -522,12 +522,14 @@ def test_a_compiled_function_inside_forward_is_right():
     assert is_clean(model)
 
 
-def test_a_jagged_tensor_in_the_step_is_refused_by_name_though_it_says_what_it_wraps():
-    """Its sizes are symbols: no part of it stands for the whole."""
+def test_ops_on_a_jagged_tensor_in_the_step_are_ops_on_its_values():
+    """Its sizes are symbols: no part of it stands for the whole, so what autograd stores of it stays."""
 
     def forward(self, x):
-        jagged = torch.nested.nested_tensor_from_jagged(self.layers[0](x), torch.tensor([0, 1, 4]))
-        return (jagged * 2).values()
+        jagged = torch.nested.nested_tensor_from_jagged(self.layers[0](x).tanh(), torch.tensor([0, 1, 4]))
+        return (jagged * 2).values().tanh()
 
-    with pytest.raises(UnsupportedModelError, match="NestedTensor in module"):
-        lowtide.trace(Net(forward), torch.randn(4, 8))
+    model, x = Net(forward), torch.randn(4, 8)
+    graph = lowtide.trace(model, x)
+    plan = drop_everything(graph)
+    assert plan.counts["recompute"] and lowtide.verify(model, x, plan).equal

@@ -41,7 +41,7 @@ class LowtideCallback(TrainerCallback):
     Args:
         budget: See ``lowtide.fit``.
         **options: Of ``lowtide.fit``, except ``batch`` and ``step``: the Trainer has them. ``optimizer`` is the
-            Trainer's; ``optimizer=None`` leaves its state out of what is foreseen.
+            Trainer's; with ``optimizer=None`` its state counts once it is there.
 
     Attributes:
         fit: The ``Fit`` of the last run; None before training has begun.
@@ -57,7 +57,7 @@ class LowtideCallback(TrainerCallback):
             raise IntegrationError(f"{sorted(taken)[0]}= is the Trainer's.\nLeave it out: its real steps are watched.")
         if options.get("optimizer") is not None:
             raise IntegrationError(
-                "optimizer= is the Trainer's.\nLeave it out, or pass optimizer=None: then its state is not foreseen."
+                "optimizer= is the Trainer's.\nLeave it out, or pass optimizer=None: then its state counts once it is there."
             )
         parse_budget(budget)  # a typing error shows here, not when training begins
         self.fit: Fit | None = None

@@ -140,12 +140,20 @@ class StepBudget:
         key = parameter_bytes, len(getattr(self.optimizers.all(), "state", None) or ())
         if key != self._quick_key:
             self._quick_key, self._quick_state_bytes = key, self.state_bytes()
-        return sum(sizes.values()) + self._quick_state_bytes
+        return sum(sizes.values()) + self._quick_state_bytes + unseen_bucket_bytes(model)
 
     def batch_bytes_beside(self, batch: object) -> int:
-        """What ``batch`` takes on the model's device; of views of parameters too."""
-        storages = {s._cdata: s for t in plain_tensors(*tensors_in(batch)) if (s := storage_of(t)) is not None}
-        return sum(allocated_bytes(s) for s in storages.values() if torch.device(s.device) == self.device)
+        """What ``batch`` takes on the model's device; of views of parameters too.
+
+        Of rows of a data set that lies there as a whole: the rows, as the plan was made for a batch.
+        """
+        wholes: dict[int, int] = {}
+        parts: dict[int, int] = {}
+        for tensor in plain_tensors(*tensors_in(batch)):
+            if tensor.device == self.device and (storage := storage_of(tensor)) is not None:
+                wholes[storage._cdata] = allocated_bytes(storage)
+                parts[storage._cdata] = parts.get(storage._cdata, 0) + tensor.nbytes
+        return sum(min(whole, parts[key]) for key, whole in wholes.items())
 
     def for_step(self, model: nn.Module, batch: object) -> int:
         """Bytes for what a step makes that starts now, on ``batch``."""

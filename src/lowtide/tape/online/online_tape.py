@@ -351,7 +351,7 @@ class OnlineTape(UncompiledMode):
         """Make room, run ``func`` with ``around`` open, leave a recipe. No error of the bookkeeping gets out."""
         if around is NOTHING and self.running_call is None and in_last_backward():
             need, inputs = self._expected.needs[func], tensors_of(args)
-            read_bytes = sum([t.nbytes for t in inputs])
+            read_bytes = sum([t.numel() * t.itemsize for t in inputs])
             if not need.asks and self.releaser.has_room(need.at_most(read_bytes)):
                 return self._run_counted(need, inputs, read_bytes, func, args, kwargs)
         op = None
@@ -434,7 +434,7 @@ class OnlineTape(UncompiledMode):
     def make_room_for(self, op: "RunningOp") -> None:
         """Make room for what ``op`` is about to allocate."""
         expected, releaser = self._expected, self.releaser
-        op.read_bytes = sum([t.nbytes for t in op.inputs])
+        op.read_bytes = sum([t.numel() * t.itemsize for t in op.inputs])
         if not op.need.facts.may_omit and releaser.has_room(op.need.at_most(op.read_bytes)):
             return
         op.key = key = expected.key(op.func, op.args)
