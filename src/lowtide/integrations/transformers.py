@@ -57,7 +57,8 @@ class LowtideCallback(TrainerCallback):
             raise IntegrationError(f"{sorted(taken)[0]}= is the Trainer's.\nLeave it out: its real steps are watched.")
         if options.get("optimizer") is not None:
             raise IntegrationError(
-                "optimizer= is the Trainer's.\nLeave it out, or pass optimizer=None: then its state counts once it is there."
+                "optimizer= is the Trainer's.\n"
+                "Leave it out, or pass optimizer=None: then its state counts once it is there."
             )
         parse_budget(budget)  # a typing error shows here, not when training begins
         self.fit: Fit | None = None
