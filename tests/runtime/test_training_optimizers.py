@@ -7,6 +7,7 @@ from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.runtime.budget import StepBudget
 from lowtide.runtime.training_optimizers import TrainingOptimizers
 from lowtide.tracing import optimizer_steps
 from lowtide.tracing.optimizer_group import OptimizerGroup
@@ -160,3 +161,31 @@ def test_state_that_is_made_in_backward_counts_once(monkeypatch):
     assert state_counted() == (resident, 0)
     monkeypatch.setattr(Recorder, "note_state", lambda self, tensors: None)
     assert state_counted() == (resident, resident)
+
+
+def test_a_percentage_grows_by_state_that_nobody_foresaw(monkeypatch):
+    def budget_and_planned() -> tuple[int, int]:
+        model = Layered()
+        with lowtide.fit(model, budget="70%") as fit:
+            steps(model, with_adamw(model), fit)
+            return fit.status().budget_bytes, fit.status().planned_steps
+
+    budget, planned = budget_and_planned()
+    monkeypatch.setattr(StepBudget, "follow_state", lambda self: 0)
+    without, _ = budget_and_planned()
+    assert budget - without == 2 * resident_bytes(Layered()) and planned == 4
+
+
+def test_the_first_plan_knows_the_state_of_the_optimizer_that_stepped_meanwhile(monkeypatch):
+    def of_first_plan() -> int:
+        model = Layered()
+        after = with_adamw(model)
+        with lowtide.fit(model, budget="1GiB") as fit:
+            model(batch_of()).square().mean().backward()
+            after()
+            fit.wait()
+            return fit.graph.resident["optimizer"]
+
+    assert of_first_plan() == 2 * resident_bytes(Layered())
+    monkeypatch.setattr(TrainingOptimizers, "are_unknown", False)
+    assert of_first_plan() == 0
