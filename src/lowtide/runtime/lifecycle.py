@@ -631,7 +631,7 @@ class Lifecycle:
             self._budget.first_bytes = peak
         elif step is None and self._kept_budget:
             self.plans_by_shape.note_unplanned(shapes[0], peak, step_ms)
-        elif ran_plan and step is not None and not step.tape.proved:
+        elif ran_plan and step is not None and step.shapes and not step.tape.proved:
             self.memory.judge_planned(step, peak)
 
     def _forget_backwards(self) -> None:
