@@ -20,11 +20,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -33,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from one_process import line_of
 from provenance import provenance
 from result_lines import replace_lines
 from torch import nn
@@ -352,21 +350,9 @@ def told(found: dict[str, Any]) -> str:
 
 
 def _in_process(case: Case, *, quick: bool) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--here", "--only", case.name, *(["--quick"] if quick else [])]
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOWTIDE_CACHE_DIR": cache, "MALLOC_MMAP_MAX_": "0"}
-        environment["MALLOC_TRIM_THRESHOLD_"] = str(1 << 40)
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-            )
-            status, errors = f"ended with {done.returncode}", done.stderr
-            if done.returncode == 0:
-                return json.loads(done.stdout.splitlines()[-1])
-        except subprocess.TimeoutExpired as error:
-            status, errors = f"no end after {LIMIT_S} s", str(error.stderr or "")
+    found = line_of([__file__, "--here", "--only", case.name, *(["--quick"] if quick else [])], LIMIT_S)
     about = {"benchmark": "changing_steps", "case": case.name, "what": case.what, "leaves": case.leaves}
-    return about | {"status": status, "error": errors.splitlines()[-20:]} | provenance()
+    return found if found["status"] == "ok" else about | found | provenance()
 
 
 def main() -> int:

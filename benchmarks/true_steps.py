@@ -23,11 +23,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from one_process import line_of
 from provenance import provenance
 from result_lines import replace_lines
 from stand_in import is_cuda_stand_in
@@ -96,22 +94,10 @@ def _write(out: Path, lines: list[dict]) -> None:
 
 
 def _in_process(kind: Kind, device: str, *, quick: bool) -> dict:
-    command = [sys.executable, __file__, "--here", "--kinds", kind.name, "--device", device]
-    command += ["--quick"] if quick else []
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOWTIDE_CACHE_DIR": cache, "MALLOC_MMAP_MAX_": "0"}
-        environment["MALLOC_TRIM_THRESHOLD_"] = str(1 << 40)  # memory stays: page faults flatter lean plans
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-            )
-            status, errors = f"ended with {done.returncode}", done.stderr
-            if done.returncode == 0:
-                return json.loads(done.stdout.splitlines()[-1])
-        except subprocess.TimeoutExpired as error:
-            status, errors = f"no end after {LIMIT_S} s", str(error.stderr or "")
-    failure = {"benchmark": f"true_steps_{device}", "kind": kind.name, "what": kind.what, "status": status}
-    return failure | {"error": errors.splitlines()[-20:]} | provenance()
+    arguments = [__file__, "--here", "--kinds", kind.name, "--device", device, *(["--quick"] if quick else [])]
+    found = line_of(arguments, LIMIT_S)
+    about = {"benchmark": f"true_steps_{device}", "kind": kind.name, "what": kind.what}
+    return found if found["status"] == "ok" else about | found | provenance()
 
 
 # -- one kind -------------------------------------------------------------------------------------------------------

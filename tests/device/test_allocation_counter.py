@@ -16,13 +16,7 @@ from lowtide.device.allocation_counter import count
 from lowtide.measurement import allocator
 from lowtide.measurement.allocator import peak_bytes
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def _counter():
-    if not allocation_counter.is_there():
-        pytest.skip(allocation_counter.why_missing())
+pytestmark = pytest.mark.usefixtures("one_thread", "counter_is_there")
 
 
 @pytest.fixture

@@ -11,13 +11,7 @@ from lowtide.measurement.allocator import peak_bytes
 from lowtide.runtime.plans_by_shape import PlansByShape
 from lowtide.runtime.step_memory import StepMemory
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def _counter():
-    if not allocation_counter.is_there():
-        pytest.skip(allocation_counter.why_missing())
+pytestmark = pytest.mark.usefixtures("one_thread", "counter_is_there")
 
 
 class Training:

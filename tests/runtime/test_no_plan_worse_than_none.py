@@ -6,7 +6,6 @@ from support.training_steps import mlp
 from support.watched_training import resident_bytes
 
 import lowtide
-from lowtide.device import allocation_counter
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.runtime import plans_by_shape
@@ -84,10 +83,9 @@ def test_a_plan_that_is_slower_than_steps_without_one_is_not_put_in_force(is_com
     assert all("a step under the plan is predicted to take" in reason for reason in told)
 
 
+@pytest.mark.usefixtures("counter_is_there")
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_a_plan_whose_steps_take_more_than_it_says_goes(is_measured, monkeypatch):
-    if not allocation_counter.is_there():
-        pytest.skip(allocation_counter.why_missing())
     if not is_measured:
         monkeypatch.setattr(PlansByShape, "note_peak", lambda self, planned, peak: False)
     training = Training()

@@ -686,7 +686,7 @@ class Lifecycle:
         if why := watch.times.why_of_launches(graph):
             self._reasons.note(why)
         flags, proven = watch.run_state.flags, watch.proven_ops
-        self._unread.append(_Recorded(shapes, graph, watch.times, budget_bytes, self._made_nodes, flags, proven))
+        self._unread.append(_Recorded(shapes, graph, watch.times, self._made_nodes, flags, proven))
         if not self._budget.optimizers.are_unknown:  # else the next step asks: its state is there then
             self.request_plans()
 
@@ -712,9 +712,9 @@ class Lifecycle:
             if recorded.times.are_known():
                 self._unread.remove(recorded)
                 graph, costs = self._with_state(recorded.graph), costs_of(recorded.graph, recorded.times)
-                budget_bytes = recorded.budget_bytes + self._budget.follow_state()
+                self._budget.follow_state()
                 self.plans_by_shape.request(
-                    recorded.shapes, graph, costs, budget_bytes, recorded.made_nodes,
+                    recorded.shapes, graph, costs, self._budget.fixed_for(graph, costs), recorded.made_nodes,
                     recorded.flags, recorded.proven_ops,
                 )  # fmt: skip
 
@@ -847,7 +847,6 @@ class _Recorded(NamedTuple):
     shapes: tuple[CallShape, ...]
     graph: StepGraph
     times: WatchedTimes
-    budget_bytes: int
     made_nodes: Mapping[int, int]
     flags: tuple
     proven_ops: frozenset[int]
