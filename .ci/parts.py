@@ -19,15 +19,15 @@ ROOT = __file__.rpartition("/.ci/")[0] or "."
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-n", "2")
 # What is known to run with another default device (tests/support/not_on_the_accelerator.py).
 SWITCHED = (
-    "tracing", "tape", "graph", "reports", "simulation", "api", "runtime", "measurement", "inference", "estimation",
-    "models", "settings", "test_long_sequences.py", "foresight", "solvers", "doctor", "docs", "distributed",
-    "integrations", "benchmarks", "device", "test_cli.py",
+    "step", "recording", "tracing", "shapes", "tape", "graph", "reports", "simulation", "api", "planning", "training",
+    "measurement", "inference", "estimation", "models", "settings", "test_long_sequences.py", "foresight", "solvers",
+    "doctor", "docs", "distributed", "integrations", "benchmarks", "device", "test_cli.py",
 )  # fmt: skip
 # What is known to run so on CUDA's stand-in.
 SWITCHED_TO_CUDA = (
-    "tracing", "tape", "api", "runtime", "measurement", "device", "inference", "models", "graph", "reports",
-    "simulation", "settings", "test_long_sequences.py", "doctor", "estimation", "foresight", "test_cli.py",
-    "integrations", "distributed/test_sharded_guards.py",
+    "step", "recording", "tracing", "shapes", "tape", "api", "planning", "training", "measurement", "device",
+    "inference", "models", "graph", "reports", "simulation", "settings", "test_long_sequences.py", "doctor",
+    "estimation", "foresight", "test_cli.py", "integrations", "distributed/test_sharded_guards.py",
 )  # fmt: skip
 WITH_PLANS = ("tests/solvers", "tests/foresight", "tests/graph", "tests/simulation", "tests/reports", "tests/docs")
 WITH_PROCESSES = ("tests/distributed", "tests/integrations", "tests/benchmarks")

@@ -310,7 +310,7 @@ def dump(name: str, case: Case, folder: Path) -> str:
     import lowtide
     from lowtide.graph import json_format
     from lowtide.measurement.allocator import peak_bytes
-    from lowtide.tracing.restore import preserve_training_state
+    from lowtide.step.restore import preserve_training_state
 
     traced = lowtide.trace(case.model, case.batch, step=case.step)
     costs = lowtide.measure(traced)

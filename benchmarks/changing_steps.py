@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.tracing.bits import same_bits
+from lowtide.step.bits import same_bits
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "changing_steps.jsonl"

@@ -195,7 +195,7 @@ class Bench:
         import torch
 
         from lowtide.measurement.allocator import peak_bytes
-        from lowtide.tracing.bits import same_bits
+        from lowtide.step.bits import same_bits
 
         self._say(method.name)
         for parameter in self.model.parameters():

@@ -16,14 +16,14 @@ from torch import nn
 
 import lowtide
 from lowtide.gc_control import gc_disabled
-from lowtide.runtime.planned_step import PlannedStep, shapes_of_graph
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.search_context import SearchContext
+from lowtide.step import backward_entry
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
-from lowtide.tracing import backward_entry
+from lowtide.training.planned_step import PlannedStep, shapes_of_graph
 
 LAYERS = 8
 DROPPING = {"keeps everything": 0, f"drops in 1 of {LAYERS} layers": 1, "drops in every layer": LAYERS}

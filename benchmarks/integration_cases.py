@@ -20,8 +20,8 @@ from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import measuring
-from lowtide.runtime.status import Status
-from lowtide.tracing.operators import tensors_in
+from lowtide.step.operators import tensors_in
+from lowtide.training.status import Status
 
 TESTS = Path(__file__).parent.parent / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "integrations")]

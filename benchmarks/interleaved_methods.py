@@ -69,7 +69,7 @@ def interleaved(
 ) -> list[dict]:
     """One line for each of ``names``, ``none`` among them: peak, bits and times beside the plain step."""
     from lowtide.measurement.timing import time_ms
-    from lowtide.tracing.bits import same_bits
+    from lowtide.step.bits import same_bits
 
     names, rounds = list(names), 1 if args.quick else args.rounds
     plain_peak, reference = outcome(model, partial(step, "none"))

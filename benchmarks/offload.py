@@ -153,7 +153,7 @@ class Bench:
         return peak, {f"gradient of {n}": p.grad.clone() for n, p in self.model.named_parameters()}
 
     def _line(self, method: Method, graph, outcome, reference, plain: Method) -> dict:
-        from lowtide.tracing.bits import same_bits
+        from lowtide.step.bits import same_bits
 
         line: dict = {"budget": method.budget, "way": method.way, "status": method.status}
         if outcome is None:

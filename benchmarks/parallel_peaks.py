@@ -181,7 +181,7 @@ def _rank(rank: int, path: str, jobs: list[Job], end: Any) -> None:
 def _measured(path: str, way: str, precision: str, shape: tuple[int, int]) -> tuple[int, int]:
     """(bytes before the step, peak above them) of this rank; the least of some steps, as gloo's threads free late."""
     from lowtide.measurement.allocator import peak_bytes
-    from lowtide.tracing.subclasses import plain_tensors
+    from lowtide.step.subclasses import plain_tensors
 
     model = _model(path, WAYS[way], precision)
     ids = torch.randint(0, BASE["vocab_size"], shape, generator=torch.Generator().manual_seed(0))

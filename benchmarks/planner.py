@@ -119,7 +119,7 @@ class Outcome:
 
         import lowtide
         from lowtide.measurement.allocator import peak_bytes
-        from lowtide.tracing.restore import preserve_training_state
+        from lowtide.step.restore import preserve_training_state
 
         def run() -> None:
             with lowtide.apply(case.model, plan) if plan is not None else nullcontext() as applied:
@@ -137,7 +137,7 @@ class Outcome:
 
     def differing(self, other: Outcome) -> list[str]:
         """Names of what is not equal to the last bit."""
-        from lowtide.tracing.bits import same_bits
+        from lowtide.step.bits import same_bits
 
         def same(a: Any, b: Any) -> bool:
             return a is b or (a is not None and b is not None and same_bits(a, b))

@@ -76,7 +76,7 @@ def case_lines(name: str, *, rounds: int, quick: bool) -> Iterator[dict]:
     import torch
 
     import lowtide
-    from lowtide.tracing.restore import preserve_training_state
+    from lowtide.step.restore import preserve_training_state
 
     torch.set_num_threads(1)
     case = build(name, quick=quick)

@@ -40,8 +40,8 @@ from result_lines import replace_lines
 from step_probe import PHASES, Probe, StepRecord, resident_bytes
 
 import lowtide
-from lowtide.runtime.status import Status
-from lowtide.tracing.bits import same_bits
+from lowtide.step.bits import same_bits
+from lowtide.training.status import Status
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "real_steps_cpu.jsonl"

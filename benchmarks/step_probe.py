@@ -13,11 +13,11 @@ from unittest import mock
 from torch import nn
 
 from lowtide.measurement.allocator import measuring
-from lowtide.runtime.fitted_model import Fit
-from lowtide.runtime.plan_request import Answer, PlanRequest
-from lowtide.runtime.watched_step import WatchedStep
-from lowtide.tracing.operators import allocated_bytes, storage_of, tensors_in
-from lowtide.tracing.subclasses import plain_tensors
+from lowtide.planning.plan_request import Answer, PlanRequest
+from lowtide.step.operators import allocated_bytes, storage_of, tensors_in
+from lowtide.step.subclasses import plain_tensors
+from lowtide.training.fitted_model import Fit
+from lowtide.training.watched_step import WatchedStep
 
 PHASES = ("first", "planning", "online", "planned")
 

@@ -27,9 +27,9 @@ import trl.trainer.utils
 from step_probe import PHASES, Probe, StepRecord, Stopwatch, resident_bytes
 
 from lowtide.integrations.transformers import LowtideCallback
-from lowtide.runtime.status import Status
-from lowtide.tracing.bits import same_bits
-from lowtide.tracing.operators import tensors_in
+from lowtide.step.bits import same_bits
+from lowtide.step.operators import tensors_in
+from lowtide.training.status import Status
 
 FRACTION = 0.40
 LAYERS, HIDDEN, WORDS = 4, 256, 2048

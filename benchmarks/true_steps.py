@@ -42,8 +42,8 @@ from true_step_kinds import KINDS, Kind, Training
 
 import lowtide
 from lowtide.measurement.allocator import measuring, seen_on_cpu
-from lowtide.tracing.bits import same_bits
-from lowtide.tracing.operators import allocated_bytes, storage_of, tensors_in
+from lowtide.step.bits import same_bits
+from lowtide.step.operators import allocated_bytes, storage_of, tensors_in
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -18,7 +18,7 @@ from support.training_steps import drop_everything, is_clean
 from torch import nn
 
 from lowtide.device import allocation_counter
-from lowtide.runtime import rehearsal
+from lowtide.training import rehearsal
 
 _numbers = itertools.count()
 

@@ -109,7 +109,7 @@ def test_fit_moves_to_a_scratch_directory_and_its_plan_can_be_drawn_without_one(
     def costs(graph, *, tiers=(), scratch_dir=None, memory_bytes=None):
         return Costs((1.0,) * len(graph.ops), links=dict.fromkeys(tiers, Link(1e12, 1e12)))
 
-    monkeypatch.setattr("lowtide.runtime.rehearsal.measure", costs)
+    monkeypatch.setattr("lowtide.training.rehearsal.measure", costs)
     code = main(["fit", "train.py:setup", "--budget", "60%", "--scratch-dir", str(tmp_path), "--disk-budget", "1GiB",
                  "--save", "moved.json", "--save-graph", "moved.graph.json", "--json"])  # fmt: skip
     counts = json.loads(capsys.readouterr().out)["counts"]

@@ -15,7 +15,7 @@ from torch import nn
 import lowtide
 from lowtide import pytorch_internals
 from lowtide.pytorch_internals import CHECKED, COMPILED, DIAGNOSIS, FEATURES, FORECASTS, NOT_IN_ALL, STEPS
-from lowtide.tracing import function_calls
+from lowtide.step import function_calls
 
 SOURCE = Path(lowtide.__file__).parent
 LISTED = {name for feature in FEATURES for name in (*feature.patched, *feature.read)}

@@ -14,8 +14,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "lowtide"
 # docs/design/index.md says what the order means. A new top-level module gets its place here, in the same commit.
 STAGES = (
     "errors", "units", "options", "gc_control", "cache_files", "explanation", "graph", "plan", "simulation", "solvers",
-    "models", "scratch_file", "pytorch_internals", "device", "measurement", "estimation", "hollow", "tracing", "tape",
-    "side_by_side", "verifier", "rank_consensus", "long_sequences", "reports", "runtime", "compiled", "argument_checks",
+    "models", "scratch_file", "pytorch_internals", "device", "measurement", "estimation", "hollow", "step",
+    "recording", "tracing", "shapes", "tape", "side_by_side", "verifier", "rank_consensus", "long_sequences", "reports",
+    "planning", "training", "compiled", "argument_checks",
     "settings", "inference", "doctor",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
@@ -26,7 +27,7 @@ PLAIN = STAGES[: STAGES.index("scratch_file")]
 PLAIN_MODULES = (
     ("device.block_size",)
     + tuple(
-        f"runtime.{name}"
+        f"shapes.{name}"
         for name in (
             "dimensions",
             "interpolation",
@@ -119,7 +120,7 @@ def test_no_module_bears_the_name_of_a_public_function(module):
     ("module", "source"),
     [
         ("graph.json_format", "import torch"),
-        ("runtime.shape_family", "import torch"),
+        ("shapes.shape_family", "import torch"),
         ("graph.json_format", "def f():\n    from torch.nn import Module"),
         ("plan", "from lowtide.simulation.simulator import simulate"),
         ("solvers.exact", "from lowtide import tracing"),

@@ -13,15 +13,15 @@ from lowtide.errors import BudgetInfeasibleError
 from lowtide.options import FitOptions, Offload, names_checked, offload_policy
 from lowtide.plan import ALLOCATED
 from lowtide.rank_consensus import group_of
-from lowtide.runtime.existing_checkpointing import KEEP, REPLACE
-from lowtide.runtime.fitted_model import Fit
 from lowtide.solvers.arguments import check_budget_kind
 from lowtide.solvers.dispatch import check_method
+from lowtide.step.data_parallel import unwrapped
+from lowtide.step.whole_modules import matching
 from lowtide.tape.offload.open_tiers import usable
-from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.model_facts import ModelFacts
 from lowtide.tracing.tracer import Step
-from lowtide.tracing.whole_modules import matching
+from lowtide.training.existing_checkpointing import KEEP, REPLACE
+from lowtide.training.fitted_model import Fit
 
 logger = logging.getLogger("lowtide")
 

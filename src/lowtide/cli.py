@@ -27,7 +27,7 @@ from lowtide.scripts import BadUsageError, load_step
 
 if TYPE_CHECKING:
     from lowtide.plan import Plan
-    from lowtide.runtime.fitted_model import Fit
+    from lowtide.training.fitted_model import Fit
     from lowtide.verifier import Verification
 
 OK, FINDING, BAD_USAGE = 0, 1, 2

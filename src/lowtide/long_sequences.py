@@ -25,8 +25,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.errors import UnsupportedModelError
-from lowtide.tracing.operators import is_wrapper_type
-from lowtide.tracing.restore import preserve_training_state
+from lowtide.step.operators import is_wrapper_type
+from lowtide.step.restore import preserve_training_state
 
 AUTO = "auto"
 _COMPARED_BYTES = 2**24  # of logits, at most, where the chunked loss is compared with the plain one

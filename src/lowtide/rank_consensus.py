@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lowtide.errors import BudgetInfeasibleError, LowtideError
-from lowtide.tracing.data_parallel import ddp_wrapper_of
-from lowtide.tracing.subclasses import wrapped_parameters
+from lowtide.step.data_parallel import ddp_wrapper_of
+from lowtide.step.subclasses import wrapped_parameters
 
 T = TypeVar("T")
 

@@ -23,15 +23,15 @@ from lowtide.options import Offload
 from lowtide.plan import Plan
 from lowtide.simulation.allocator_peaks import MOST_STEPS
 from lowtide.solvers.dispatch import solve
+from lowtide.step.bits import same_bits
+from lowtide.step.operators import gradient_of, is_wrapper_type
+from lowtide.step.restore import Gradients, preserve_training_state
+from lowtide.step.subclasses import plain_tensors, wrapped_parameters
 from lowtide.tape.attach import applied
 from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.tape import Counts
-from lowtide.tracing.bits import same_bits
 from lowtide.tracing.model_facts import device_of
-from lowtide.tracing.operators import gradient_of, is_wrapper_type
-from lowtide.tracing.restore import Gradients, preserve_training_state
-from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
 from lowtide.tracing.tracer import Step, run_step
 from lowtide.units import format_bytes
 

@@ -19,16 +19,16 @@ from lowtide.options import Offload, names_checked, offload_policy
 from lowtide.plan import Plan
 from lowtide.side_by_side import PLAIN, SideBySide, Way, differing
 from lowtide.solvers.dispatch import solve
+from lowtide.step import module_calls
+from lowtide.step.batches import first_rows, rows, without_history
+from lowtide.step.data_parallel import unwrapped
+from lowtide.step.restore import versions
+from lowtide.step.subclasses import wrapped_parameters
 from lowtide.tape import attach
 from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.program import program_of
-from lowtide.tracing import module_calls
-from lowtide.tracing.batches import first_rows, rows, without_history
-from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.model_facts import device_of
-from lowtide.tracing.restore import versions
-from lowtide.tracing.subclasses import wrapped_parameters
 from lowtide.tracing.tracer import Step, record
 from lowtide.units import format_bytes
 

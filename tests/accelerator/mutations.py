@@ -282,7 +282,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory that runs out while a plan is tried is answered with a smaller one",
-        "runtime/rehearsal.py",
+        "training/rehearsal.py",
         "                    if group is not None or not is_out_of_memory(error):\n                        raise",
         "                    raise",
         ("api/test_rehearsal_memory.py", "after_the_last_rehearsal"),

@@ -58,7 +58,7 @@ def planned_gradients(rank: int) -> dict[str, Any]:
     """Of a sharded model under a plan and without one, and how often backward gathers in what was traced."""
     from accelerator.device import schedule
     from accelerator.process_group import new_group
-    from lowtide.tracing.sharding.recording import NAME
+    from lowtide.recording.sharding import NAME
 
     mesh = DeviceMesh.from_group(new_group(), "standin")
     torch.manual_seed(0)

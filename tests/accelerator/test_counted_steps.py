@@ -8,8 +8,8 @@ from support.training_steps import mlp
 
 import lowtide
 from lowtide.device import allocation_counter, memory
-from lowtide.runtime.plans_by_shape import PlansByShape
-from lowtide.runtime.step_memory import StepMemory
+from lowtide.training.plans_by_shape import PlansByShape
+from lowtide.training.step_memory import StepMemory
 from lowtide.units import format_bytes
 
 MIB = 2**20

@@ -9,8 +9,8 @@ from torch import nn
 
 import lowtide
 from accelerator.schedules import LATE
-from lowtide.runtime.budget import KeptWorkspaces
 from lowtide.tracing.tracer import run_step
+from lowtide.training.budget import KeptWorkspaces
 
 MIB = 2**20
 NO_HOST = lowtide.Offload(host_budget=None)
@@ -133,7 +133,7 @@ def test_a_budget_of_reserved_bytes_holds_in_the_step_without_a_plan(device):
 
 
 def test_a_step_without_a_plan_that_reserves_more_than_the_budget_is_told_and_its_segments_go(device, monkeypatch):
-    monkeypatch.setattr("lowtide.runtime.budget.bytes_for_segments", lambda room: 0)
+    monkeypatch.setattr("lowtide.training.budget.bytes_for_segments", lambda room: 0)
     model, batch = reserving()
     with fitted_for_reserved(model, 60 * MIB) as fit:
         first, _, planned = reserved_peaks_of_steps(fit, model, batch, 3)
@@ -146,7 +146,7 @@ def test_a_step_without_a_plan_that_reserves_more_than_the_budget_is_told_and_it
 
 def test_a_budget_of_allocated_bytes_leaves_what_is_cached(device, monkeypatch):
     emptied = []
-    monkeypatch.setattr("lowtide.runtime.reserved_memory.release_cached_memory", lambda: emptied.append(1))
+    monkeypatch.setattr("lowtide.training.reserved_memory.release_cached_memory", lambda: emptied.append(1))
     model, batch = reserving()
     with lowtide.fit(model, budget=60 * MIB, offload=NO_HOST) as fit:
         reserved_peaks_of_steps(fit, model, batch, 2)

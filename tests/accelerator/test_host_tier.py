@@ -19,9 +19,9 @@ from lowtide.device import pinning
 from lowtide.errors import TierError
 from lowtide.graph.costs import HOST, Link
 from lowtide.measurement import links
-from lowtide.runtime import shared_tiers
 from lowtide.tape.offload.host_tier import HostCopy, HostTier, host_bytes
 from lowtide.tracing.tracer import run_step
+from lowtide.training import shared_tiers
 
 ORDERS = {"late-early": (LATE, EARLY), "early-late": (EARLY, LATE)}
 ORDERS |= {f"random {seed}": (RANDOM, RANDOM, seed) for seed in range(4)}

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import lowtide
-from lowtide.runtime.watched_step import WatchedStep
-from lowtide.tape.execution_state import GeneratorState
+from lowtide.step.execution_state import GeneratorState
 from lowtide.tape.online import online_tape
 from lowtide.tape.online.release import Releaser
+from lowtide.training.watched_step import WatchedStep
 
 MIB = 2**20
 NO_HOST = lowtide.Offload(host_budget=None)

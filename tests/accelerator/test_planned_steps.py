@@ -20,10 +20,10 @@ from lowtide.measurement import op_times
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.measurement.op_inputs import NotRebuildableError
 from lowtide.measurement.op_times import EstimateWarning
-from lowtide.runtime import shared_tiers
+from lowtide.step.operators import fingerprint
 from lowtide.tape.online.release import Releaser
-from lowtide.tracing.operators import fingerprint
 from lowtide.tracing.tracer import run_step
+from lowtide.training import shared_tiers
 
 MIB = 2**20
 make_room = Releaser.make_room

@@ -7,9 +7,8 @@ from support.training_steps import mlp
 import lowtide
 from accelerator.schedules import EARLY, LATE
 from lowtide.errors import ReplayError
-from lowtide.tape import storage_bits
-from lowtide.tracing import bits
-from lowtide.tracing.bits import same_bits
+from lowtide.step import bits, storage_bits
+from lowtide.step.bits import same_bits
 
 MIB = 2**20
 NO_HOST = lowtide.Offload(host_budget=None)

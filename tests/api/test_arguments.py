@@ -28,7 +28,7 @@ def nothing_runs(monkeypatch):
     def runs(*_: Any, **__: Any) -> None:
         raise AssertionError("the step ran")
 
-    monkeypatch.setattr("lowtide.runtime.rehearsal.record", runs)
+    monkeypatch.setattr("lowtide.training.rehearsal.record", runs)
 
 
 def refused(kind: type[Exception], *args: Any, **kwargs: Any) -> str:

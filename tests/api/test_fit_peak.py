@@ -14,11 +14,11 @@ import lowtide
 from lowtide import BudgetInfeasibleError
 from lowtide.measurement import op_times
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.runtime import rehearsal
-from lowtide.runtime.rehearsal import Rehearsal
 from lowtide.tape.tape import Tape
 from lowtide.tracing.model_facts import device_of
 from lowtide.tracing.tracer import resident_bytes
+from lowtide.training import rehearsal
+from lowtide.training.rehearsal import Rehearsal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,8 +96,8 @@ def copies_the_batch(patch: pytest.MonkeyPatch) -> None:
 
 
 def makes_gradients_again(patch: pytest.MonkeyPatch) -> None:
+    from lowtide.step.restore import preserve_training_state
     from lowtide.tracing import tracer
-    from lowtide.tracing.restore import preserve_training_state
 
     def zeroed(*args: Any, gradients: str = "", **how: Any) -> Any:
         return preserve_training_state(*args, **how)

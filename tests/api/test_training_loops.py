@@ -295,8 +295,8 @@ def test_a_fitted_model_inside_another_model_trains_exactly():
 
 
 def test_a_batch_that_another_graph_made_is_planned_for_without_running_backward_through_that_graph(monkeypatch):
-    from lowtide.runtime import rehearsal
     from lowtide.tracing import tracer
+    from lowtide.training import rehearsal
 
     before = nn.Linear(16, 16)
     lowtide.fit(Mlp(), before(X).sin(), budget="70%")

@@ -12,7 +12,7 @@ from lowtide.compiled import softmax_gradients
 from lowtide.compiled.memory_between_layers import is_layer_node
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.tracing import backward_entry
+from lowtide.step import backward_entry
 
 ROWS, COLUMNS, WIDTH = 256, 1024, 16
 MIB = 1 << 20  # of logits in float32

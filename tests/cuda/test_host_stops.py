@@ -7,7 +7,7 @@ import torch
 from support.training_steps import mlp
 
 import lowtide
-from lowtide.tape import storage_bits
+from lowtide.step import storage_bits
 
 control = pytest.importorskip("cuda_standin.control")
 NO_HOST = lowtide.Offload(host_budget=None)

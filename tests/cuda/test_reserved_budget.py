@@ -7,7 +7,7 @@ from support.training_steps import mlp
 
 import lowtide
 from lowtide.hollow.kept_workspaces import are_given_back
-from lowtide.runtime import reserved_memory
+from lowtide.training import reserved_memory
 
 MIB = 2**20
 

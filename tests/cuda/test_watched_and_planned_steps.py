@@ -6,7 +6,7 @@ from support.training_steps import mlp
 
 import lowtide
 from lowtide.device.timing import Spans
-from lowtide.tracing.operators import fingerprint
+from lowtide.step.operators import fingerprint
 
 NO_HOST = lowtide.Offload(host_budget=None)
 

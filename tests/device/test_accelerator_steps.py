@@ -6,10 +6,11 @@ from support.training_steps import mlp
 
 import lowtide
 from lowtide.device import block_size, generators
-from lowtide.tape.execution_state import ExecutionState
+from lowtide.recording import recorder
+from lowtide.step.execution_state import ExecutionState
 from lowtide.tape.online.online_values import StoredValue
 from lowtide.tape.online.room import ExpectedBytes
-from lowtide.tracing import optimizer_state, recorder, tracer
+from lowtide.tracing import optimizer_state, tracer
 
 
 @pytest.fixture

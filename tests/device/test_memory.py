@@ -12,7 +12,7 @@ from lowtide.device import memory
 from lowtide.errors import DeviceError, LowtideError
 from lowtide.measurement import allocator
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.runtime.budget import StepBudget
+from lowtide.training.budget import StepBudget
 
 MIB = 2**20
 
@@ -86,7 +86,7 @@ def test_a_device_without_statistics_says_so_and_is_done_without(fake, monkeypat
     assert counter is None
     with pytest.raises(LowtideError, match="cannot measure a peak on meta: its allocator keeps no statistics"):
         peak_bytes(lambda: None, "meta")
-    monkeypatch.setattr("lowtide.runtime.budget.available_bytes", memory.available_bytes)
+    monkeypatch.setattr("lowtide.training.budget.available_bytes", memory.available_bytes)
     monkeypatch.setattr(memory, "is_accelerator", lambda device: True)
     model = mlp(2, 8)
     with pytest.raises(DeviceError, match='does not say how much memory is free, so budget="auto" has no meaning'):

@@ -6,7 +6,7 @@ import torch
 from lowtide.device import names
 from lowtide.errors import DeviceError, TierError
 from lowtide.measurement.links import measured_link
-from lowtide.tracing.module_calls import call_signature
+from lowtide.step.module_calls import call_signature
 
 ELSEWHERE = "xpu"  # of the kinds that a torch for CPU knows by name
 

@@ -7,7 +7,7 @@ from support.quick import is_quick, thorough_but
 from support.ranks import on_every_rank
 
 from lowtide.plan import RECOMPUTE
-from lowtide.tracing import data_parallel
+from lowtide.step import data_parallel
 
 QUICK_WAYS = ("static graph", "no_sync")
 

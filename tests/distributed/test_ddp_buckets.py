@@ -8,9 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes, seen_on_cpu
-from lowtide.runtime import budget as step_budget
-from lowtide.runtime.budget import StepBudget
-from lowtide.tracing.data_parallel import unwrapped
+from lowtide.step.data_parallel import unwrapped
+from lowtide.training import budget as step_budget
+from lowtide.training.budget import StepBudget
 
 pytestmark = pytest.mark.usefixtures("one_thread", "process_group")
 

@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init
 import lowtide
 from lowtide.errors import ReplayError, StepError, UnsupportedModelError
 from lowtide.plan import RECOMPUTE, SAVE, Plan
-from lowtide.runtime import rehearsal
+from lowtide.recording import recorder
+from lowtide.recording import sharding as recording
+from lowtide.recording.compiled_regions import MADE_HERE
+from lowtide.step import operators, subclasses, whole_modules
+from lowtide.step.sharding import observer, units
 from lowtide.tape import tape
-from lowtide.tracing import operators, recorder, subclasses, whole_modules
-from lowtide.tracing.compiled_regions import MADE_HERE
-from lowtide.tracing.sharding import observer, recording, units
+from lowtide.training import rehearsal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = torch.randint(

@@ -18,11 +18,11 @@ import lowtide
 from lowtide.device.block_size import in_blocks
 from lowtide.errors import ReplayError
 from lowtide.measurement.allocator import measuring
+from lowtide.step.sharding import observer, windows
 from lowtide.tape.online import online_tape, online_values, sharding
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.sharding import OnlineSharding
-from lowtide.tracing.sharding import observer, windows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = torch.randint(

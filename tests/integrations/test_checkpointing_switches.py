@@ -8,7 +8,7 @@ from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
+from lowtide.training.existing_checkpointing import ExistingCheckpointing
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore"), pytest.mark.thorough]
 Loss = Callable[[nn.Module], torch.Tensor]

@@ -8,7 +8,7 @@ from support.quick import is_quick, thorough_but
 from support.ranks import on_every_rank
 
 from lowtide.plan import RECOMPUTE
-from lowtide.tracing.sharding.recording import CROSSES, OUT_OF_WINDOW
+from lowtide.recording.sharding import CROSSES, OUT_OF_WINDOW
 
 # Only the ranks import it, which takes seconds.
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")

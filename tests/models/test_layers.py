@@ -23,7 +23,7 @@ from zoo.examine import plausible_costs
 
 import lowtide
 from lowtide.plan import RECOMPUTE, Plan
-from lowtide.tracing.batches import batch_tensors
+from lowtide.step.batches import batch_tensors
 from lowtide.tracing.tracer import run_step
 
 ROWS, WIDTH, STEPS = 4, 16, 24

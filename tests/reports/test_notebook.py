@@ -12,7 +12,7 @@ from support.toy_graphs import decoder, decoder_costs
 import lowtide
 from lowtide.graph.step_graph import Frame
 from lowtide.reports.notebook import card, plan_html
-from lowtide.runtime.status import Status
+from lowtide.training.status import Status
 from lowtide.units import format_bytes
 
 

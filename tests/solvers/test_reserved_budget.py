@@ -9,9 +9,9 @@ from support.quick import thorough_but
 
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError
 from lowtide.plan import Plan
+from lowtide.planning.plan_cache import PlanCache
+from lowtide.planning.plan_request import PlanRequest
 from lowtide.reports.summary import facts, warnings
-from lowtide.runtime.plan_cache import PlanCache
-from lowtide.runtime.plan_request import PlanRequest
 from lowtide.simulation.simulator import simulate
 from lowtide.solvers.dispatch import solve
 

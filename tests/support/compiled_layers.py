@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from lowtide.compiled.joint_nodes import JointNodes
 from lowtide.compiled.layer_graph import layer_graph
 from lowtide.compiled.partitioner import PlannedPartitioner
-from lowtide.tracing.bits import same_bits
+from lowtide.step.bits import same_bits
 
 
 class Block(nn.Module):

@@ -15,7 +15,8 @@ from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.tracing.sharding import recording, windows
+from lowtide.recording import sharding as recording
+from lowtide.step.sharding import windows
 
 ROWS = 256
 # The least that DeepSpeed keeps: by default it would never free parameters as small as these.

@@ -17,7 +17,7 @@ _DEFAULT = "the test sets a default device, or stands something else in for the 
 _CPUS = "the test measures what the CPU's allocator counts"
 _NO_MEMORY = "what has no memory is the CPU's, and the test makes it where the default device is"
 _TOY = "in blocks, the test's model needs more than its budget"
-_RANGES = "sizes in blocks follow from others as ranges (runtime/test_block_rounding.py)"
+_RANGES = "sizes in blocks follow from others as ranges (shapes/test_block_rounding.py)"
 _FORESEEN = "a peak foreseen for the CPU stands beside a real one, which is the accelerator's here"
 
 # An accelerator's budget is for all that is allocated there. These tests state theirs for the model alone, and other
@@ -80,13 +80,13 @@ LEFT_OUT = {
     "models/test_layers.py::test_a_cell_unrolled_over_time_trains_bitwise[LSTMCell]": _FUSED,
     "models/test_layers.py::test_a_recurrent_layer_on_packed_sequences": "lengths of packed sequences have to be on the host",  # noqa: E501
     "reports/test_reports.py::test_what_scores_take": _CPU_OP,
-    "runtime/test_shape_family.py::test_a_llama_is_confirmed": _RANGES,
-    "runtime/test_shape_family.py::test_plain_attention_needs": _CPU_OP,
-    "runtime/test_shape_family.py::test_the_derived_graph_is_the_real_one": _RANGES,
-    "runtime/test_shape_family.py::test_a_kernel_that_takes_another_workspace": _CPU_OP,
-    "runtime/test_watched_fit.py::test_a_much_smaller_batch": _TOY,
-    "runtime/test_watched_fit.py::test_what_the_watched_step_has_proven": _TOY,
-    "runtime/test_watched_fit_errors.py::test_after_a_step_without_enough_memory": _BLOCKS,
+    "shapes/test_shape_family.py::test_a_llama_is_confirmed": _RANGES,
+    "shapes/test_shape_family.py::test_plain_attention_needs": _CPU_OP,
+    "shapes/test_shape_family.py::test_the_derived_graph_is_the_real_one": _RANGES,
+    "shapes/test_shape_family.py::test_a_kernel_that_takes_another_workspace": _CPU_OP,
+    "training/test_watched_fit.py::test_a_much_smaller_batch": _TOY,
+    "training/test_watched_fit.py::test_what_the_watched_step_has_proven": _TOY,
+    "training/test_watched_fit_errors.py::test_after_a_step_without_enough_memory": _BLOCKS,
     "tape/offload/test_host_tier.py": _DEFAULT,
     "tape/offload/test_offloaded_tensor.py::test_a_bit_that_flips_on_disk": _DISK,
     "tape/offload/test_offloaded_tensor.py::test_a_device_that_cannot_be_read": _DISK,
@@ -132,9 +132,9 @@ LEFT_OUT = {
     "test_cli.py::test_fit_moves_to_a_scratch_directory": _DISK,
     "test_long_sequences.py::test_logits_never_exist": _CPUS,
     "test_scratch_file.py": _FILE,
-    "tracing/test_compiled_regions.py::test_a_compiled_part_runs_compiled": _NO_COMPILER,
-    "tracing/test_compiled_regions.py::test_code_that_compiles_anew": _NO_COMPILER,
-    "tracing/test_compiled_regions.py::test_compiled_layers_run_again": _NO_COMPILER,
+    "recording/test_compiled_regions.py::test_a_compiled_part_runs_compiled": _NO_COMPILER,
+    "recording/test_compiled_regions.py::test_code_that_compiles_anew": _NO_COMPILER,
+    "recording/test_compiled_regions.py::test_compiled_layers_run_again": _NO_COMPILER,
     "tracing/test_tracer.py::test_an_optimizers_state_is_counted": _CPU_OP,
     "tracing/test_tracer.py::test_every_graph_reads_back_equal_from_json[lstm]": _FUSED,
     "tracing/test_tracer.py::test_the_graph_says_what_ran": _CPU_OP,
@@ -152,9 +152,9 @@ LEFT_OUT_OF_CUDA = {
     "measurement/test_allocator.py::test_conv2d_has_workspace": _CPUS,
     "models/test_layers.py::test_a_parametrized_weight_trains_bitwise_and_its_buffers_move_once[orthogonal]": _LIBRARY,
     "models/test_zoo.py::test_an_architecture_trains_bitwise_at_the_tightest_budget_and_at_half[llama]": _TOY,
-    "runtime/test_block_rounding.py::test_a_model_on_an_accelerator": _PADDED,
-    "runtime/test_plan_transfer.py::test_a_plan_for_the_longest_batch": _PADDED,
-    "runtime/test_shape_family.py::test_a_fourth_length_follows_exactly_from_three[gpt2": "a sum takes a workspace there from more rows on",  # noqa: E501
+    "shapes/test_block_rounding.py::test_a_model_on_an_accelerator": _PADDED,
+    "training/test_plan_transfer.py::test_a_plan_for_the_longest_batch": _PADDED,
+    "shapes/test_shape_family.py::test_a_fourth_length_follows_exactly_from_three[gpt2": "a sum takes a workspace there from more rows on",  # noqa: E501
     "tape/offload/test_offloaded_tensor.py::test_any_mixture_of_saved_recomputed_and_moved_gives_the_same_bits_and_the_predicted_peak": "five of eleven mixtures take up to 12 KiB less than predicted there; not looked into",  # noqa: E501
     "tape/test_guards_kernels.py::test_views_are_wrong_without_their_strides_or_bits[complex_conj]": _CPU_OP,
 }

@@ -11,14 +11,14 @@ import torch
 from support.training_steps import outcome
 from torch import nn
 
-from lowtide.runtime.seam import Seam
-from lowtide.runtime.watched_step import WatchedStep
+from lowtide.step import module_calls
+from lowtide.step.batches import call_of
 from lowtide.tape.online.online_calls import KnownCalls
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.room import ExpectedBytes
-from lowtide.tracing import module_calls
-from lowtide.tracing.batches import call_of
 from lowtide.tracing.tracer import run_step
+from lowtide.training.seam import Seam
+from lowtide.training.watched_step import WatchedStep
 
 
 @contextmanager

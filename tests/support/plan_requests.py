@@ -5,7 +5,7 @@ from dataclasses import replace
 from support.toy_graphs import decoder, decoder_costs
 
 from lowtide.plan import Plan
-from lowtide.runtime.plan_request import PlanRequest
+from lowtide.planning.plan_request import PlanRequest
 from lowtide.solvers.dispatch import solve
 
 

@@ -4,20 +4,20 @@ import sys
 
 import psutil
 
-from lowtide.runtime import planner_process
-from lowtide.runtime.planner_process import PlannerProcess
+from lowtide.planning import planner_process
+from lowtide.planning.planner_process import PlannerProcess
 
 LIMIT_S = 120.0  # for what takes a second; a test that waits longer hangs
 # The real child, but its search never ends.
 NEVER_ENDS = """
 import time
-from lowtide.runtime import planning
+from lowtide.planning import worker as planning
 planning.solve = lambda *args, **options: time.sleep(600)
-from lowtide.runtime.planner_child import main
+from lowtide.planning.planner_child import main
 main()
 """
 ANSWERS_GARBAGE = """
-from lowtide.runtime.planner_child import READY
+from lowtide.planning.planner_child import READY
 print(READY, flush=True)
 input()
 print('{"plan": 3}', flush=True)
@@ -26,14 +26,14 @@ input()
 # The real child, but its solver prints.
 CHATTERS = """
 import os
-from lowtide.runtime import planning
+from lowtide.planning import worker as planning
 solve = planning.solve
 def chatter(*args, **options):
     print("print", flush=True)
     os.write(1, b"write")
     return solve(*args, **options)
 planning.solve = chatter
-from lowtide.runtime.planner_child import main
+from lowtide.planning.planner_child import main
 main()
 """
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.runtime import planner_process
-from lowtide.runtime.plan_request import Answer
+from lowtide.planning import planner_process
+from lowtide.planning.plan_request import Answer
 from lowtide.solvers import tuning
 
 LESS_EFFORT = {"TIGHTEN_ROUNDS": 0, "GAP": 0.05, "STEP_GAP": 0.01, "LEAST_PEAK_EVENTS": 800_000}
@@ -20,11 +20,11 @@ AS_IT_IS = (
     "tests/solvers/",
     "tests/benchmarks/",
     "tests/docs/",
-    "tests/runtime/test_planner_life.py",
-    "tests/runtime/test_planner_process.py",
+    "tests/planning/test_planner_life.py",
+    "tests/planning/test_planner_process.py",
 )
 _CHILD = f"""
-from lowtide.runtime.planner_child import main
+from lowtide.planning.planner_child import main
 from lowtide.solvers import tuning
 for name, value in {LESS_EFFORT!r}.items():
     setattr(tuning, name, value)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
-from lowtide.tracing import data_parallel, restore
+from lowtide.step import data_parallel, restore
 
 WORLD = 2
 

@@ -22,9 +22,9 @@ import lowtide
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.measurement.allocator import measuring
-from lowtide.runtime import rehearsal
-from lowtide.tracing.operators import is_wrapper_type
-from lowtide.tracing.subclasses import plain_tensors
+from lowtide.step.operators import is_wrapper_type
+from lowtide.step.subclasses import plain_tensors
+from lowtide.training import rehearsal
 
 VOCABULARY = 60
 

@@ -19,8 +19,8 @@ from support.not_on_the_accelerator import LEFT_OUT, LEFT_OUT_OF_CUDA, MODEL_ALO
 
 from lowtide import api
 from lowtide.measurement import allocator
-from lowtide.runtime import budget, step_memory
 from lowtide.tracing import tracer
+from lowtide.training import budget, step_memory
 
 _STARTED_WORK = "started work on the accelerator"
 

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from lowtide.integrations.transformers import LowtideCallback
 from lowtide.measurement.allocator import measuring
-from lowtide.tracing.module_calls import is_lowtide_call
-from lowtide.tracing.operators import tensors_in
+from lowtide.step.module_calls import is_lowtide_call
+from lowtide.step.operators import tensors_in
 
 VOCABULARY = 96
 PADDING = 0

@@ -28,9 +28,9 @@ from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.search_context import SearchContext
+from lowtide.step import module_calls
+from lowtide.step.bits import same_bits
 from lowtide.tape.recipes import Recipe
-from lowtide.tracing import module_calls
-from lowtide.tracing.bits import same_bits
 from lowtide.tracing.tracer import run_step
 
 

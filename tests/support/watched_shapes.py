@@ -11,7 +11,7 @@ from support.toy_graphs import decoder, decoder_costs
 
 import lowtide
 from lowtide.graph.step_graph import StepGraph
-from lowtide.runtime.shape_family import ShapeFamily
+from lowtide.shapes.shape_family import ShapeFamily
 
 VOCABULARY = 64
 # Tokens of a length: CUDA's attention counts in blocks of 64, and a CPU's takes another workspace from 192 tokens on.

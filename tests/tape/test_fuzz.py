@@ -16,8 +16,8 @@ from support.training_steps import differing, drop_everything, outcome, plain, p
 
 import lowtide
 from lowtide.plan import RECOMPUTE
+from lowtide.step.data_assignments import DataAssignmentGuard
 from lowtide.tape import recipes, tape, values
-from lowtide.tracing.data_assignments import DataAssignmentGuard
 
 EQUAL, DIFFERS, REFUSED, SAME_ERROR, OTHER_ERROR, IDLE = (
     "equal", "differs", "refused by name", "plain PyTorch refuses it too", "fails only here", "nothing to recompute",

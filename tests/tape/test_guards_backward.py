@@ -37,9 +37,9 @@ from torch import nn
 import lowtide
 from lowtide import ReplayError
 from lowtide.plan import RECOMPUTE, SAVE
-from lowtide.runtime import rehearsal
 from lowtide.tape import recipes, replay, tape, values
 from lowtide.tape.program import TapedOp, program_of
+from lowtide.training import rehearsal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -249,7 +249,7 @@ def test_a_chain_of_recipes_overflows_if_replayed_recursively(monkeypatch):
 LONG = """
 import os, sys, threading
 import torch, lowtide
-from lowtide.tracing.gradient_sums import GradientSums
+from lowtide.recording.gradient_sums import GradientSums
 
 def step(model, x):
     for _ in range(2000):
@@ -436,6 +436,6 @@ def test_a_second_backward_under_a_fused_optimizer_is_refused():
 
 
 def test_a_second_backward_under_a_fused_optimizer_is_wrong_without_the_refusal(monkeypatch):
-    monkeypatch.setattr("lowtide.tape.execution_state.ExecutionState.steps_in_backward", lambda self: False)
+    monkeypatch.setattr("lowtide.step.execution_state.ExecutionState.steps_in_backward", lambda self: False)
     ours, plain_state = (second_backward_under_a_fused_optimizer(planned_too=flag) for flag in (True, False))
     assert not all(torch.equal(ours[name], plain_state[name]) for name in plain_state)

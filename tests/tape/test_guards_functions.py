@@ -36,10 +36,11 @@ import lowtide
 from lowtide.graph.function_ops import function_groups
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE
-from lowtide.runtime import rehearsal
+from lowtide.recording import opaque_calls
+from lowtide.recording.opaque_calls import CallsAsOne
+from lowtide.step import function_calls
 from lowtide.tape.calls_under_plan import CallUnderPlan
-from lowtide.tracing import function_calls, opaque_calls
-from lowtide.tracing.opaque_calls import CallsAsOne
+from lowtide.training import rehearsal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -282,7 +283,7 @@ class PlusOne(nn.Module):
 @pytest.mark.parametrize("looked_at", [True, False])
 def test_a_backward_that_overwrites_unseen_what_it_unpacked_is_found(looked_at, monkeypatch):
     if not looked_at:
-        monkeypatch.setattr("lowtide.tracing.saved_tensor_hooks.fingerprint", lambda t: ())
+        monkeypatch.setattr("lowtide.recording.saved_tensor_hooks.fingerprint", lambda t: ())
         monkeypatch.setattr(opaque_calls, "fingerprint", lambda t: ())
     model, x = between(lambda self, x: self.plus(x).sin() + OverwritesUnseen.apply(x)), torch.randn(8, 8)
     model.plus = PlusOne()

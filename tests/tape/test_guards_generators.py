@@ -17,9 +17,9 @@ from torch import nn
 from torch.autograd import Function
 
 import lowtide
+from lowtide.step import other_generators
+from lowtide.step.other_generators import OwnGenerators, set_state, state_of
 from lowtide.tape.online.online_calls import KnownCalls
-from lowtide.tracing import other_generators
-from lowtide.tracing.other_generators import OwnGenerators, set_state, state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

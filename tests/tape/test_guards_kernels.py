@@ -29,12 +29,12 @@ from torch import nn
 
 import lowtide
 from lowtide import LowtideError
+from lowtide.recording import live_storages
+from lowtide.recording.graph_builder import GraphBuilder
 from lowtide.simulation import simulator
 from lowtide.solvers import graph_queries
+from lowtide.step.execution_state import GeneratorState
 from lowtide.tape import recipes, replay, values
-from lowtide.tape.execution_state import GeneratorState
-from lowtide.tracing import live_storages
-from lowtide.tracing.graph_builder import GraphBuilder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

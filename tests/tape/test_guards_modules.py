@@ -15,9 +15,9 @@ from torch import nn
 import lowtide
 from lowtide.graph.function_ops import function_groups
 from lowtide.plan import RECOMPUTE
+from lowtide.step import whole_modules
+from lowtide.step.whole_modules import CallOfModule, matching
 from lowtide.tape.online.online_calls import CallRecipe
-from lowtide.tracing import whole_modules
-from lowtide.tracing.whole_modules import CallOfModule, matching
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXPERTS = ["*.experts"]

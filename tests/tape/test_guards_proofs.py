@@ -18,12 +18,12 @@ from torch import nn
 import lowtide
 from lowtide.device.numeric_flags import numeric_flags
 from lowtide.plan import RECOMPUTE
-from lowtide.runtime import rehearsal
+from lowtide.step import function_calls, whole_modules
+from lowtide.step.kinds_of_calls import ANEW, MOST_VALUES
 from lowtide.tape.online.online_calls import KnownCalls
 from lowtide.tape.program import PlanProgram, program_of
 from lowtide.tape.tape import Tape
-from lowtide.tracing import function_calls, whole_modules
-from lowtide.tracing.kinds_of_calls import ANEW, MOST_VALUES
+from lowtide.training import rehearsal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -36,11 +36,12 @@ from torch import nn
 import lowtide
 from lowtide import StepError, UnsupportedModelError
 from lowtide.plan import RECOMPUTE
-from lowtide.runtime import rehearsal
+from lowtide.recording import recorder
+from lowtide.step import operators
 from lowtide.tape import values
 from lowtide.tape.program import program_of
-from lowtide.tracing import operators, recorder
 from lowtide.tracing.model_facts import ModelFacts
+from lowtide.training import rehearsal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -33,12 +33,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from lowtide import ReplayError, UnsupportedModelError
 from lowtide.plan import RECOMPUTE, SAVE
-from lowtide.runtime import rehearsal
+from lowtide.recording import recorder
+from lowtide.recording.graph_builder import GraphBuilder
 from lowtide.simulation import simulator
 from lowtide.solvers import graph_queries
-from lowtide.tape import recipes, replay, storage_bits, tape, values
-from lowtide.tracing import data_assignments, operators, recorder
-from lowtide.tracing.graph_builder import GraphBuilder
+from lowtide.step import data_assignments, operators, storage_bits
+from lowtide.tape import recipes, replay, tape, values
+from lowtide.training import rehearsal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

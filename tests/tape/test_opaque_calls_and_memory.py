@@ -20,7 +20,7 @@ from lowtide.errors import StepError, TierError
 from lowtide.graph.function_ops import function_groups
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.plan import DISK_OFFLOAD
-from lowtide.tracing import opaque_calls
+from lowtide.recording import opaque_calls
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -93,7 +93,7 @@ def test_what_a_backward_frees_is_kept_under_a_plan_and_named():
 
 
 def test_what_a_backward_frees_is_not_known_without_the_look_at_it(monkeypatch):
-    monkeypatch.setattr("lowtide.tracing.saved_tensor_hooks.fingerprint", lambda t: ())
+    monkeypatch.setattr("lowtide.recording.saved_tensor_hooks.fingerprint", lambda t: ())
     monkeypatch.setattr(opaque_calls, "fingerprint", lambda t: ())
     groups = {group.name: group for group in function_groups(lowtide.trace(between(frees), torch.randn(512, 8)))}
 

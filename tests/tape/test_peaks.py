@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.tracing.operators import draws_random_numbers
+from lowtide.step.operators import draws_random_numbers
 
 
 class Attending(nn.Module):

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
-from lowtide.runtime.planned_step import PlannedStep, shapes_of_graph
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
+from lowtide.training.planned_step import PlannedStep, shapes_of_graph
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.tracing import whole_modules
+from lowtide.step import whole_modules
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

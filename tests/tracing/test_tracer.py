@@ -17,8 +17,8 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.json_format import from_dict
 from lowtide.graph.step_graph import DROP, FREE, RELEASE, RUN, UNPACK, to_dict
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.recording.gradient_sums import GradientSums
 from lowtide.simulation.simulator import simulate_actions
-from lowtide.tracing.gradient_sums import GradientSums
 
 
 def peak_of(model, batch, step=None) -> int:
@@ -148,7 +148,7 @@ def test_without_folding_the_engines_sums_the_recurrent_peak_is_wrong(monkeypatc
 
 
 def test_without_workspace_the_convolutions_peak_is_wrong(monkeypatch):
-    monkeypatch.setattr("lowtide.tracing.recorder.measuring", lambda device: nullcontext(PeakCounter()))
+    monkeypatch.setattr("lowtide.recording.recorder.measuring", lambda device: nullcontext(PeakCounter()))
     model, batch = conv_net(), torch.randn(4, 3, 16, 16)
 
     assert simulated_peak(model, batch, mean_square) < 0.99 * peak_of(model, batch)

@@ -19,12 +19,12 @@ from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import CompiledPlan, StepPlanner
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
 from lowtide.pytorch_internals import COMPILED, is_unchecked, why_unchecked
-from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
-from lowtide.tracing import backward_entry
-from lowtide.tracing.batches import Call, batch_tensors
-from lowtide.tracing.module_calls import is_compiled, never_compiled
+from lowtide.step import backward_entry
+from lowtide.step.batches import Call, batch_tensors
+from lowtide.step.module_calls import is_compiled, never_compiled
 from lowtide.tracing.optimizer_state import optimizer_bytes
 from lowtide.tracing.tracer import resident_bytes
+from lowtide.training.existing_checkpointing import ExistingCheckpointing
 from lowtide.units import format_bytes, parse_budget
 
 _RECOMPILE_LIMIT = 256  # of Dynamo, for one code object: layers of all kinds and shapes share one

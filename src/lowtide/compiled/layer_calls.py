@@ -15,7 +15,7 @@ from lowtide.compiled.memory_between_layers import MemoryBetweenLayers
 from lowtide.compiled.proof import why_not_equal
 from lowtide.compiled.saved_sets import SavedSet, least, least_peak
 from lowtide.errors import LowtideError, UnsupportedModelError
-from lowtide.tracing.batches import batch_tensors
+from lowtide.step.batches import batch_tensors
 
 PLAIN, LEAST, AGAIN = "plain", "least", "run again"
 _MOST_SHAPES = 16  # that one kind of layer is compiled for

@@ -19,8 +19,8 @@ from lowtide.compiled.captured_layer import VariantMemory
 from lowtide.compiled.choice import BACKWARD, BETWEEN, FORWARD, Moment, called
 from lowtide.device.memory import PeakCounter
 from lowtide.measurement.allocator import measuring
-from lowtide.tracing import backward_entry
-from lowtide.tracing.module_calls import never_compiled
+from lowtide.step import backward_entry
+from lowtide.step.module_calls import never_compiled
 
 
 class MemoryBetweenLayers:

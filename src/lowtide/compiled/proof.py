@@ -8,7 +8,7 @@ import torch
 
 from lowtide.compiled.captured_layer import CapturedLayer, Compiled, Variant
 from lowtide.device.generators import forked
-from lowtide.tracing.bits import same_bits
+from lowtide.step.bits import same_bits
 
 _SAMPLES, _SAMPLED_S = 3, 0.3  # of each variant, at least
 _SEED = 0

@@ -19,7 +19,7 @@ from torch._C import _len_torch_dispatch_stack as num_modes
 from torch._C import _storage_Use_Count as storage_use_count
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 
-from lowtide.tracing.module_calls import never_compiled
+from lowtide.step.module_calls import never_compiled
 
 _aten = torch.ops.aten
 _KERNELS = {  # by autograd node: the kernel, and what it calls the tensor that it writes

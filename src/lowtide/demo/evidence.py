@@ -16,7 +16,7 @@ from lowtide.reports.progress import counting
 from lowtide.settings import checkpointing_names
 from lowtide.settings.carried_out import settings_kept
 from lowtide.side_by_side import PLAIN, Row, SideBySide, Way, exact_or_least
-from lowtide.tracing.bits import same_bits
+from lowtide.step.bits import same_bits
 
 FULL, AS_FULL = "transformers, full", "lowtide, its peak"
 _LEAST_STEPS = 6  # of training

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.tracing.other_generators import is_generator, set_state, state_of
+from lowtide.step.other_generators import is_generator, set_state, state_of
 
 _CONSTANTS = (bool, int, float, str, type(None))
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowtide.tracing.bits import same_bits
+from lowtide.step.bits import same_bits
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from lowtide.doctor import checkpoint_seam
-from lowtide.tracing import function_calls, module_calls
-from lowtide.tracing.batches import batch_tensors
-from lowtide.tracing.operators import draws_random_numbers, fingerprint, storage_of, tensors_in
-from lowtide.tracing.other_generators import HostGenerators
+from lowtide.step import function_calls, module_calls
+from lowtide.step.batches import batch_tensors
+from lowtide.step.operators import draws_random_numbers, fingerprint, storage_of, tensors_in
+from lowtide.step.other_generators import HostGenerators
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(__file__).parent.parent))
 _LIBRARIES = ("/site-packages/", "/dist-packages/")

@@ -24,11 +24,11 @@ from lowtide.doctor.step_listener import CheckpointCall, Held, StepListener
 from lowtide.errors import StepError
 from lowtide.gc_control import gc_disabled
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.tracing import module_calls
-from lowtide.tracing.autograd_leaves import walk
-from lowtide.tracing.batches import call_model, first_rows, rows, without_history
-from lowtide.tracing.data_parallel import unwrapped
-from lowtide.tracing.restore import Gradients, preserve_training_state
+from lowtide.step import module_calls
+from lowtide.step.autograd_leaves import walk
+from lowtide.step.batches import call_model, first_rows, rows, without_history
+from lowtide.step.data_parallel import unwrapped
+from lowtide.step.restore import Gradients, preserve_training_state
 from lowtide.tracing.tracer import Step, default_loss, run_step
 from lowtide.verifier import suspended
 

@@ -11,8 +11,8 @@ from typing import Any
 import lowtide
 from lowtide.errors import IntegrationError
 from lowtide.integrations.versions import check_version
-from lowtide.runtime.fitted_model import Fit
-from lowtide.tracing.deepspeed_engines import unwrap_engine
+from lowtide.step.deepspeed_engines import unwrap_engine
+from lowtide.training.fitted_model import Fit
 
 _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 

@@ -24,7 +24,7 @@ except ImportError:  # the same code under its older name
 from lowtide.api import fit
 from lowtide.errors import IntegrationError
 from lowtide.integrations.versions import check_version
-from lowtide.runtime.fitted_model import Fit
+from lowtide.training.fitted_model import Fit
 from lowtide.units import format_bytes
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")

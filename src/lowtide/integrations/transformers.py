@@ -23,10 +23,10 @@ from lowtide.errors import IntegrationError
 from lowtide.integrations import trl
 from lowtide.integrations.versions import check_version
 from lowtide.plan import Plan
-from lowtide.runtime.fitted_model import Fit
 from lowtide.settings.checkpointing_names import asked_in
-from lowtide.tracing import module_calls
+from lowtide.step import module_calls
 from lowtide.tracing.optimizer_state import checked_optimizer
+from lowtide.training.fitted_model import Fit
 from lowtide.units import format_bytes, parse_budget
 
 logger = logging.get_logger("transformers.trainer")

@@ -12,7 +12,6 @@ from lowtide.graph.costs import HOST, Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.measurement.op_times import measure
 from lowtide.plan import Plan
-from lowtide.runtime.existing_checkpointing import ExistingCheckpointing
 from lowtide.settings.decisions import candidate_of
 from lowtide.settings.description import Description
 from lowtide.settings.frameworks import describe
@@ -21,6 +20,7 @@ from lowtide.solvers.dispatch import solve
 from lowtide.solvers.search_context import SearchContext
 from lowtide.tracing.sources import trace
 from lowtide.tracing.tracer import Step
+from lowtide.training.existing_checkpointing import ExistingCheckpointing
 
 
 @dataclass(frozen=True)

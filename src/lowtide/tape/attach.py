@@ -12,18 +12,18 @@ from torch import nn
 from lowtide.errors import PlanMismatchError
 from lowtide.options import Offload, names_checked, offload_policy
 from lowtide.plan import Plan
+from lowtide.recording import sharding as sharding_recording
+from lowtide.step import backward_entry, module_calls
+from lowtide.step.data_parallel import unwrapped
+from lowtide.step.restore import check_can_be_rehearsed
+from lowtide.step.whole_modules import called_whole
 from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.program import TapedCall, program_of
 from lowtide.tape.switched_mode import is_on
 from lowtide.tape.tape import Counts, Tape
-from lowtide.tracing import backward_entry, module_calls
-from lowtide.tracing.data_parallel import unwrapped
 from lowtide.tracing.model_facts import ModelFacts
-from lowtide.tracing.restore import check_can_be_rehearsed
-from lowtide.tracing.sharding import recording as sharding_recording
-from lowtide.tracing.whole_modules import called_whole
 
 
 class TapedRegion:

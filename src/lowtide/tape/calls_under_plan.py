@@ -5,10 +5,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowtide.device.generators import GeneratorStates
+from lowtide.step.function_calls import ObservedFunctionCall, why_not_same
+from lowtide.step.operators import fingerprint
+from lowtide.step.subclasses import plain_tensors
 from lowtide.tape.program import TapedOp
-from lowtide.tracing.function_calls import ObservedFunctionCall, why_not_same
-from lowtide.tracing.operators import fingerprint
-from lowtide.tracing.subclasses import plain_tensors
 
 
 class CallUnderPlan:

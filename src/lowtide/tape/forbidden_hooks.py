@@ -13,8 +13,8 @@ import torch
 from torch._functorch import eager_transforms
 
 from lowtide.device.dispatch import UncompiledMode
+from lowtide.step import module_calls
 from lowtide.tape.switched_mode import hooks_in_place, modes_in_place, put_hooks, put_modes
-from lowtide.tracing import module_calls
 
 _NAMES = ("_vjp_with_argnums", "grad_and_value_impl")  # what all of them come to
 _is_watching = False

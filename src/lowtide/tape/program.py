@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from lowtide.graph.function_ops import MODULE
 from lowtide.measurement.op_inputs import operator_named
 from lowtide.plan import RECOMPUTE, TIER_OF, Decision, Plan
-from lowtide.tracing.function_calls import ObservedFunctionCall, ReportingFunctions, run_again
-from lowtide.tracing.kinds_of_calls import MOST_VALUES, KnownKinds
-from lowtide.tracing.operators import MAKE_UNINITIALISED, may_draw_random_numbers, omittable_arguments, packet_name
-from lowtide.tracing.sharding import recording as sharding_recording
+from lowtide.recording import sharding as sharding_recording
+from lowtide.step.function_calls import ObservedFunctionCall, ReportingFunctions, run_again
+from lowtide.step.kinds_of_calls import MOST_VALUES, KnownKinds
+from lowtide.step.operators import MAKE_UNINITIALISED, may_draw_random_numbers, omittable_arguments, packet_name
 
 
 class OneOp(NamedTuple):

@@ -19,9 +19,11 @@ from torch.nn import Parameter
 
 from lowtide.device.generators import GeneratorStates
 from lowtide.errors import ReplayError
-from lowtide.tape.execution_state import ExecutionState, GeneratorState
+from lowtide.step import optimizer_steps
+from lowtide.step.execution_state import ExecutionState, GeneratorState
+from lowtide.step.operators import omitted_in_replay, storage_of, tensors_in
+from lowtide.step.storage_bits import changed_unseen, has_seal
 from lowtide.tape.program import TapedOp
-from lowtide.tape.storage_bits import changed_unseen, has_seal
 from lowtide.tape.values import (
     GatheredView,
     Kept,
@@ -33,8 +35,6 @@ from lowtide.tape.values import (
     sharing_version,
     value_of,
 )
-from lowtide.tracing import optimizer_steps
-from lowtide.tracing.operators import omitted_in_replay, storage_of, tensors_in
 
 _PLAIN_TYPES = frozenset({int, float, bool, type(None)})
 

@@ -20,7 +20,7 @@ from torch._C import _current_graph_task_id as graph_task
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.errors import ReplayError
-from lowtide.tape.execution_state import ExecutionState, no_autocast
+from lowtide.step.execution_state import ExecutionState, no_autocast
 from lowtide.tape.recipes import Recipe, count_use, keeps_graph
 from lowtide.tape.values import Source, Value, View, stand_for
 

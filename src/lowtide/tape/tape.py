@@ -24,16 +24,34 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowtide.device.dispatch import bytes_of
 from lowtide.device.generators import GeneratorStates
 from lowtide.errors import TierError
+from lowtide.step import module_calls, optimizer_steps
+from lowtide.step.backward_entry import in_last_backward, is_autograds_own
+from lowtide.step.bits import same_bits
+from lowtide.step.execution_state import ExecutionState, GeneratorState
+from lowtide.step.function_calls import ObservedFunctionCall, stored_and_returned
+from lowtide.step.operators import (
+    allocated_bytes,
+    draws_random_numbers,
+    fills_its_storage,
+    fingerprint,
+    is_opened_type,
+    is_wrapper_type,
+    omitted_in_replay,
+    storage_of,
+    written_arguments,
+    written_tensors,
+)
+from lowtide.step.sharding.observer import PauseDuringSharding
+from lowtide.step.storage_bits import Seal, SealsOnDevice, seals_on, sum_of_words
+from lowtide.step.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 from lowtide.tape import forbidden_hooks
 from lowtide.tape.calls_under_plan import CallUnderPlan
-from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.program import PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import recipes_of, replay_readers, unpacked
-from lowtide.tape.storage_bits import Seal, SealsOnDevice, seals_on, sum_of_words
 from lowtide.tape.switched_mode import SwitchedMode
 from lowtide.tape.values import (
     MARK,
@@ -48,24 +66,6 @@ from lowtide.tape.values import (
     unmark_written,
     value_of,
 )
-from lowtide.tracing import module_calls, optimizer_steps
-from lowtide.tracing.backward_entry import in_last_backward, is_autograds_own
-from lowtide.tracing.bits import same_bits
-from lowtide.tracing.function_calls import ObservedFunctionCall, stored_and_returned
-from lowtide.tracing.operators import (
-    allocated_bytes,
-    draws_random_numbers,
-    fills_its_storage,
-    fingerprint,
-    is_opened_type,
-    is_wrapper_type,
-    omitted_in_replay,
-    storage_of,
-    written_arguments,
-    written_tensors,
-)
-from lowtide.tracing.sharding.observer import PauseDuringSharding
-from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 # References to the memory of a tensor that nothing else holds: its own and that of the storage's Python object.
 _UNSHARED_REFERENCES = 2

@@ -25,10 +25,10 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.dispatch import bytes_of
-from lowtide.tape.execution_state import ExecutionState
-from lowtide.tape.storage_bits import Seal
-from lowtide.tracing.operators import storage_of, written_arguments, written_tensors
-from lowtide.tracing.sharding.zero3 import GatheredParameters, is_whole
+from lowtide.step.execution_state import ExecutionState
+from lowtide.step.operators import storage_of, written_arguments, written_tensors
+from lowtide.step.sharding.zero3 import GatheredParameters, is_whole
+from lowtide.step.storage_bits import Seal
 
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 MARK = "_lowtide_value"  # attribute of the storage's Python object that holds the Value

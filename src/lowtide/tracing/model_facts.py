@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from lowtide.errors import LowtideError, StepError, UnsupportedModelError
-from lowtide.tracing import module_calls
-from lowtide.tracing.data_parallel import ddp_wrapper_of
-from lowtide.tracing.deepspeed_engines import is_partitioned
-from lowtide.tracing.sharding.units import why_not_supported
-from lowtide.tracing.sharding.zero3 import coordinators_of
-from lowtide.tracing.subclasses import plain_tensors, wrapped_parameters
-from lowtide.tracing.whole_modules import is_scripted
+from lowtide.step import module_calls
+from lowtide.step.data_parallel import ddp_wrapper_of
+from lowtide.step.deepspeed_engines import is_partitioned
+from lowtide.step.sharding.units import why_not_supported
+from lowtide.step.sharding.zero3 import coordinators_of
+from lowtide.step.subclasses import plain_tensors, wrapped_parameters
+from lowtide.step.whole_modules import is_scripted
 
 _WRAPPERS = frozenset({"DataParallel", "FullyShardedDataParallel", "ReplicateModule", "DeepSpeedEngine"})
 

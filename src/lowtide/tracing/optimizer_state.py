@@ -17,7 +17,7 @@ from lowtide.device.block_size import in_blocks
 from lowtide.device.names import is_accelerator
 from lowtide.errors import LowtideError
 from lowtide.hollow.optimizer import hollow_optimizer_bytes, hollow_step_bytes, kernels_on, parts_of
-from lowtide.tracing.optimizer_group import OptimizerGroup
+from lowtide.step.optimizer_group import OptimizerGroup
 
 NAMED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adafactor": (torch.optim.Adafactor, {}),

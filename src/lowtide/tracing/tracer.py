@@ -21,13 +21,18 @@ from lowtide.errors import LowtideError, StepError
 from lowtide.graph.gradients import with_gradients_before, with_gradients_made
 from lowtide.graph.step_graph import StepGraph
 from lowtide.hollow.memory import is_hollow
-from lowtide.tracing import module_calls
-from lowtide.tracing.backward_entry import telling_apart
-from lowtide.tracing.batches import batch_tensors, call_model, describe_batch, without_history
-from lowtide.tracing.data_parallel import ddp_bucket_bytes, gradients_are_buckets, unwrapped
-from lowtide.tracing.gradient_sums import fold
+from lowtide.recording.gradient_sums import fold
+from lowtide.recording.recorder import KernelFacts, Recorder
+from lowtide.step import module_calls
+from lowtide.step.backward_entry import telling_apart
+from lowtide.step.batches import batch_tensors, call_model, describe_batch, without_history
+from lowtide.step.data_parallel import ddp_bucket_bytes, gradients_are_buckets, unwrapped
+from lowtide.step.operators import gradient_of, is_wrapper_type, storage_of
+from lowtide.step.restore import preserve_training_state, set_aside_other_gradients
+from lowtide.step.sharding.units import gather_each_once
+from lowtide.step.sharding.zero3 import shards_of
+from lowtide.step.subclasses import plain_tensors
 from lowtide.tracing.model_facts import ModelFacts, device_of
-from lowtide.tracing.operators import gradient_of, is_wrapper_type, storage_of
 from lowtide.tracing.optimizer_state import (
     UnknownStateError,
     checked_optimizer,
@@ -35,11 +40,6 @@ from lowtide.tracing.optimizer_state import (
     optimizer_bytes,
     state_tensors,
 )
-from lowtide.tracing.recorder import KernelFacts, Recorder
-from lowtide.tracing.restore import preserve_training_state, set_aside_other_gradients
-from lowtide.tracing.sharding.units import gather_each_once
-from lowtide.tracing.sharding.zero3 import shards_of
-from lowtide.tracing.subclasses import plain_tensors
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
 _MOST_RECORDS = 2  # TorchScript runs other code from the second call on

@@ -268,8 +268,8 @@ def test_what_cuda_refuses_is_an_error_of_the_tier_and_running_out_of_device_mem
 def accelerator(gpu, monkeypatch):
     """A machine that takes its CPU for a GPU: ops that take a millisecond, a link that takes none."""
 
-    monkeypatch.setattr("lowtide.runtime.rehearsal.measure", lambda graph, **_: Costs((1.0,) * len(graph.ops)))
-    monkeypatch.setattr("lowtide.runtime.shared_tiers.measured_link", lambda *of: Link(1e12, 1e12))
+    monkeypatch.setattr("lowtide.training.rehearsal.measure", lambda graph, **_: Costs((1.0,) * len(graph.ops)))
+    monkeypatch.setattr("lowtide.training.shared_tiers.measured_link", lambda *of: Link(1e12, 1e12))
     monkeypatch.setattr("lowtide.api.usable", lambda device, policy: usable("cuda", policy))
     monkeypatch.setattr("lowtide.tape.offload.open_tiers.check_tier", lambda tier, device: None)
     return gpu

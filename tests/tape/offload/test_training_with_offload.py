@@ -22,8 +22,8 @@ from lowtide.tracing.tracer import run_step
 def dear(monkeypatch):
     """Ops that take a millisecond and a link that takes none, so that something moves on any machine."""
 
-    monkeypatch.setattr("lowtide.runtime.rehearsal.measure", lambda graph, **_: Costs((1.0,) * len(graph.ops)))
-    monkeypatch.setattr("lowtide.runtime.shared_tiers.measured_link", lambda *of: Link(1e12, 1e12))
+    monkeypatch.setattr("lowtide.training.rehearsal.measure", lambda graph, **_: Costs((1.0,) * len(graph.ops)))
+    monkeypatch.setattr("lowtide.training.shared_tiers.measured_link", lambda *of: Link(1e12, 1e12))
 
 
 def decoder() -> tuple[nn.Module, dict[str, torch.Tensor]]:

@@ -18,10 +18,10 @@ from support.training_steps import Net, differing, outcome, plain
 
 import lowtide
 from lowtide.errors import ReplayError
-from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tape.online import online_calls, release
 from lowtide.tape.online.online_calls import CallRecipe, OnlineCall
 from lowtide.tape.online.online_tape import OnlineTape
+from lowtide.training.watched_step import WatchedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.tape.execution_state import ExecutionState
+from lowtide.step.execution_state import ExecutionState
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.online_values import MARK, Claim, StoredValue
 

@@ -15,11 +15,11 @@ from torch import nn
 import lowtide
 from lowtide.errors import ReplayError
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.runtime.watched_step import WatchedStep
 from lowtide.tape.online import online_tape, release
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.release import Releaser
+from lowtide.training.watched_step import WatchedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

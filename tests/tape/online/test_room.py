@@ -10,13 +10,13 @@ from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.runtime.watched_step import WatchedStep
+from lowtide.step.operators import storage_of
 from lowtide.tape.online import room
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.online_values import value_of_storage
 from lowtide.tape.online.replays import transient_bytes
 from lowtide.tape.online.room import ExpectedBytes
-from lowtide.tracing.operators import storage_of
+from lowtide.training.watched_step import WatchedStep
 
 aten = torch.ops.aten
 WIDE = torch.randn(50, 64)

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.step_under_test import StepUnderTest
-from lowtide.tracing.subclasses import wrapped_parameters
+from lowtide.step.subclasses import wrapped_parameters
 from lowtide.units import format_bytes
 
 CHECK = Check(

@@ -8,10 +8,10 @@ from lowtide.errors import LowtideError
 from lowtide.measurement.op_times import measure
 from lowtide.options import FitOptions
 from lowtide.plan import Plan
-from lowtide.runtime.budget import StepBudget
 from lowtide.solvers.dispatch import solve
 from lowtide.tape.attach import apply
 from lowtide.tracing.sources import trace
+from lowtide.training.budget import StepBudget
 
 CHECK = Check(
     code="LT303",

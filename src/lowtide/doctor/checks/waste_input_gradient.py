@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.kept_state import with_attribute
 from lowtide.doctor.step_under_test import StepUnderTest
-from lowtide.tracing.batches import batch_tensors
+from lowtide.step.batches import batch_tensors
 
 CHECK = Check(
     code="LT213",

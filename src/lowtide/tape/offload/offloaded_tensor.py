@@ -13,12 +13,12 @@ import torch
 from lowtide.errors import TierError
 from lowtide.plan import TIER_OF, Decision
 from lowtide.simulation.transfer_queue import TransferQueue
-from lowtide.tape.execution_state import ExecutionState
+from lowtide.step.execution_state import ExecutionState
+from lowtide.step.operators import allocated_bytes
+from lowtide.step.storage_bits import has_seal
 from lowtide.tape.offload.tiers import StoredCopy, Tiers
 from lowtide.tape.recipes import Recipe
-from lowtide.tape.storage_bits import has_seal
 from lowtide.tape.values import Value, ViewSpec, modified_in_place, sharing_version
-from lowtide.tracing.operators import allocated_bytes
 
 _NO_BACKWARD = -2  # before the first one; outside of a backward the id of the graph task is -1
 

@@ -21,7 +21,11 @@ from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch._C import _current_graph_task_id as graph_task
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.tape.execution_state import no_autocast
+from lowtide.step import function_calls, module_calls
+from lowtide.step.execution_state import no_autocast
+from lowtide.step.function_calls import ObservedFunctionCall
+from lowtide.step.operators import UNINITIALISED, storage_of
+from lowtide.step.storage_bits import same_storage_bits, sum_of_words
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_calls import KnownCalls
@@ -30,10 +34,6 @@ from lowtide.tape.online.online_values import MARK, Recipe, StoredValue, value_o
 from lowtide.tape.online.release import Releaser
 from lowtide.tape.online.replays import chain_of, pinned_bytes
 from lowtide.tape.recipes import keeps_graph
-from lowtide.tape.storage_bits import same_storage_bits, sum_of_words
-from lowtide.tracing import function_calls, module_calls
-from lowtide.tracing.function_calls import ObservedFunctionCall
-from lowtide.tracing.operators import UNINITIALISED, storage_of
 
 _SEAL_EVERY = 17  # values; a prime, so that a step of any length seals other values each time
 _MOST_PROVEN = 20_000  # kinds that are remembered

@@ -6,8 +6,8 @@ import weakref
 
 import torch
 
-from lowtide.tracing.module_calls import never_compiled
-from lowtide.tracing.operators import allocated_bytes
+from lowtide.step.module_calls import never_compiled
+from lowtide.step.operators import allocated_bytes
 
 
 class LiveBytes:

@@ -16,13 +16,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.generators import GeneratorStates
-from lowtide.tape.execution_state import ExecutionState
-from lowtide.tape.online.known_proofs import KnownProofs
-from lowtide.tape.online.live_bytes import LiveBytes
-from lowtide.tape.online.online_values import Recipe, StoredValue, UnreadableError, value_of_storage
-from lowtide.tape.online.release import Releaser
-from lowtide.tracing.data_assignments import DataAssignedError
-from lowtide.tracing.function_calls import (
+from lowtide.step.data_assignments import DataAssignedError
+from lowtide.step.execution_state import ExecutionState
+from lowtide.step.function_calls import (
     TRANSPARENT,
     UNSETTLED,
     CallOfFunction,
@@ -33,9 +29,13 @@ from lowtide.tracing.function_calls import (
     stored_and_returned,
     why_not_same,
 )
-from lowtide.tracing.kinds_of_calls import Kind, KnownKinds
-from lowtide.tracing.operators import fingerprint, storage_of, tensors_in
-from lowtide.tracing.subclasses import plain_tensors
+from lowtide.step.kinds_of_calls import Kind, KnownKinds
+from lowtide.step.operators import fingerprint, storage_of, tensors_in
+from lowtide.step.subclasses import plain_tensors
+from lowtide.tape.online.known_proofs import KnownProofs
+from lowtide.tape.online.live_bytes import LiveBytes
+from lowtide.tape.online.online_values import Recipe, StoredValue, UnreadableError, value_of_storage
+from lowtide.tape.online.release import Releaser
 
 # Verdicts, beside other reasons why what a call makes is kept, and "".
 _WRITES = frozenset({"writes its inputs in place", "writes in place without saying so"})

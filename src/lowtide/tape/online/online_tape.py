@@ -31,8 +31,32 @@ from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
 from lowtide.device.streams import current_stream
 from lowtide.errors import LostMemoryError
+from lowtide.step import module_calls
+from lowtide.step.backward_entry import in_last_backward, observe
+from lowtide.step.data_assignments import OTHER_MEMORY, DataAssignedError, DataAssignmentGuard
+from lowtide.step.execution_state import ExecutionState, GeneratorState
+from lowtide.step.function_calls import ObservedFunctionCall
+from lowtide.step.operators import (
+    OVERWRITERS,
+    UNINITIALISED,
+    WRITES,
+    draws_random_numbers,
+    fills_its_storage,
+    is_opened_type,
+    is_wrapper_type,
+    may_draw_random_numbers,
+    packet_name,
+    storage_of,
+    tensors_in,
+    tensors_of,
+    why_not_replayed,
+    written_tensors,
+)
+from lowtide.step.other_hooks import CHECKPOINT, hooks_of_others
+from lowtide.step.sharding.observer import PauseDuringSharding, ShardingObserver
+from lowtide.step.sharding.windows import NO_WINDOWS, OpenWindows
+from lowtide.step.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 from lowtide.tape import forbidden_hooks
-from lowtide.tape.execution_state import ExecutionState, GeneratorState
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.learned_backward import SeenBackward, UnseenBackward
 from lowtide.tape.online.live_bytes import LiveBytes
@@ -52,30 +76,6 @@ from lowtide.tape.online.room import ExpectedBytes, Key, Need
 from lowtide.tape.online.sharding import OnlineSharding, copy_before_write, is_closed, read_copies
 from lowtide.tape.switched_mode import insert_mode, is_on, remove_mode
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
-from lowtide.tracing import module_calls
-from lowtide.tracing.backward_entry import in_last_backward, observe
-from lowtide.tracing.data_assignments import OTHER_MEMORY, DataAssignedError, DataAssignmentGuard
-from lowtide.tracing.function_calls import ObservedFunctionCall
-from lowtide.tracing.operators import (
-    OVERWRITERS,
-    UNINITIALISED,
-    WRITES,
-    draws_random_numbers,
-    fills_its_storage,
-    is_opened_type,
-    is_wrapper_type,
-    may_draw_random_numbers,
-    packet_name,
-    storage_of,
-    tensors_in,
-    tensors_of,
-    why_not_replayed,
-    written_tensors,
-)
-from lowtide.tracing.other_hooks import CHECKPOINT, hooks_of_others
-from lowtide.tracing.sharding.observer import PauseDuringSharding, ShardingObserver
-from lowtide.tracing.sharding.windows import NO_WINDOWS, OpenWindows
-from lowtide.tracing.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 
 _OUT_OF_MEMORY = object()
 _OWN_REFERENCES = 2  # to a storage that one tensor has: the tensor's, and the storage's Python object

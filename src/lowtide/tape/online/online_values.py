@@ -24,12 +24,12 @@ from torch import Tensor
 from lowtide.device.dispatch import bytes_of, hidden_from_modes
 from lowtide.device.generators import GeneratorStates
 from lowtide.errors import ReplayError
-from lowtide.tape.execution_state import ExecutionState, GeneratorState
+from lowtide.step import optimizer_steps
+from lowtide.step.execution_state import ExecutionState, GeneratorState
+from lowtide.step.operators import allocated_bytes, omitted_in_replay, storage_of, tensors_in
+from lowtide.step.sharding.windows import NO_WINDOWS
 from lowtide.tape.online.room import ExpectedBytes, Key, key_of
 from lowtide.tape.values import GatheredView, Kept, ViewSpec, gathered_view, sharing_version
-from lowtide.tracing import optimizer_steps
-from lowtide.tracing.operators import allocated_bytes, omitted_in_replay, storage_of, tensors_in
-from lowtide.tracing.sharding.windows import NO_WINDOWS
 
 _WRITTEN = -1  # no tensor has this version
 MARK = "_lowtide_stored_value"  # attribute of the storage's Python object

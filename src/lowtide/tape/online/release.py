@@ -20,6 +20,7 @@ from lowtide.device.memory import release_cached_memory
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
 from lowtide.device.packing import fits_on_the_host, hold_as_one_segment, lay_together, on_the_host
+from lowtide.step.storage_bits import changed_unseen, same_bytes_as_copy, same_storage_bits, sum_of_words
 from lowtide.tape.online.absent_runs import AbsentRuns
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.known_proofs import KnownProofs, is_sealed_next
@@ -35,7 +36,6 @@ from lowtide.tape.online.replays import (
     transient_bytes,
     why_not_made,
 )
-from lowtide.tape.storage_bits import changed_unseen, same_bytes_as_copy, same_storage_bits, sum_of_words
 
 ATTEMPTS = 4  # to run an op, or to make a value again, for which the device has no memory
 _LEAST_BYTES = 4096  # smaller values are not worth a recipe

@@ -9,7 +9,7 @@ from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd  # wher
 
 from lowtide.device.streams import run_in_order_on
 from lowtide.errors import ReplayError
-from lowtide.tape.execution_state import no_autocast
+from lowtide.step.execution_state import no_autocast
 from lowtide.tape.online.online_values import MARK, StoredValue
 
 Made = list[tuple[StoredValue, Tensor]]

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from lowtide.device.block_size import in_blocks
 from lowtide.device.kept_workspaces import product_workspace_bytes
 from lowtide.device.names import is_accelerator
-from lowtide.tracing.operators import OPERATORS, packet_name, tensors_in, tensors_of
+from lowtide.step.operators import OPERATORS, packet_name, tensors_in, tensors_of
 
 # Views of what they read: they make nothing.
 _VIEWS = frozenset({

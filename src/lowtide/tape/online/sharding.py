@@ -12,10 +12,10 @@ from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.dispatch import bytes_of
+from lowtide.step.sharding.observer import PauseDuringSharding
+from lowtide.step.sharding.windows import OpenWindows
 from lowtide.tape.online.online_values import MARK, Recipe, StoredValue
 from lowtide.tape.online.replays import chain_of
-from lowtide.tracing.sharding.observer import PauseDuringSharding
-from lowtide.tracing.sharding.windows import OpenWindows
 
 
 class OnlineSharding(PauseDuringSharding):

@@ -1,0 +1,121 @@
+"""Training that goes past a fitted model: steps of it that lowtide did not see, and backward passes of other models."""
+
+import weakref
+import zlib
+from threading import get_ident
+
+import torch
+from torch import nn
+
+from lowtide.step import module_calls
+from lowtide.step.operators import gradient_of
+from lowtide.training.notices import Notices
+from lowtide.training.status import Counters
+
+_MANY_OTHERS = 16  # backward passes of other models in a row
+_ONLY_OTHERS = (
+    f"{_MANY_OTHERS} backward passes in a row were of other models. If this one should be training, a copy of it is: "
+    "fit that"
+)
+_MANY_CALLS = 10  # and no step came of them
+_UNTAPED = (
+    f"{_MANY_CALLS} calls of the model ran inside torch.func (grad, vjp, vmap and their like) or where saved-tensor "
+    "hooks are forbidden: nothing there is taped, and those steps run as without lowtide"
+)
+_NO_STEP = (
+    f"{_MANY_CALLS} calls of the model with gradients, and no backward of what they returned: no step has been seen. "
+    "Evaluate under torch.no_grad(); fit the model that is trained"
+)
+_SAMPLED = 8  # parameters whose gradients tell that somebody trains the model
+
+
+class PastTraining:
+    """Notices backward passes that no call of ``model`` led to, and tells.
+
+    Args:
+        own_call: What the model's call is replaced by while it is fitted.
+    """
+
+    def __init__(self, model: nn.Module, own_call: object, counters: Counters, reasons: Notices) -> None:
+        self._model, self._own_call = weakref.ref(model), weakref.ref(own_call)
+        self._counters, self._reasons = counters, reasons
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self._sampled = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // _SAMPLED)]]
+        # By the thread that runs a backward: gradients before it. None: they say nothing, another ran at the same time.
+        self._before: dict[int, list[tuple[int, int]] | None] = {}
+        self._num_others = self._num_calls = self._num_untaped = 0
+        self._parameters = [weakref.ref(p) for p in model.parameters()]
+        self._trained_at_first = self._trained()
+
+    @property
+    def sampled(self) -> list[nn.Parameter | None]:
+        """Some of the trained parameters; None for what is gone."""
+        return [reference() for reference in self._sampled]
+
+    def before_backward(self) -> None:
+        alone = not self._before
+        self._before = {**dict.fromkeys(self._before), get_ident(): self._gradients() if alone else None}
+
+    def gradients_moved(self) -> bool:
+        """Whether the backward that has ended gave the model gradients, as far as the sample tells."""
+        before = self._before.pop(get_ident(), None)
+        return before is not None and self._gradients() != before
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        return [(id(grad), _version(grad)) for p in self.sampled if p is not None for grad in (gradient_of(p),)]
+
+    def has_gradients(self) -> bool:
+        """Whether the model has any now, as far as the sample tells: a step that begins adds to them."""
+        return any(p is not None and gradient_of(p) is not None for p in self.sampled)
+
+    def trained_since(self) -> str:
+        """What marks steps that train other parameters than at first (frozen and thawed ones); "" for the same."""
+        trained = self._trained()
+        return "" if trained == self._trained_at_first else f"trains {zlib.crc32(trained):x}; "
+
+    def _trained(self) -> bytes:
+        return bytes((p := reference()) is not None and p.requires_grad for reference in self._parameters)
+
+    def note_call(self) -> None:
+        """The model was called, with gradients."""
+        self._num_calls += 1
+        if self._num_calls == _MANY_CALLS and not self._counters.steps:
+            self._reasons.say(_NO_STEP)
+        elif self._num_calls > _MANY_CALLS and self._counters.steps:
+            self._reasons.withdraw(_NO_STEP)
+        if self._num_others >= _MANY_OTHERS:
+            self._reasons.withdraw(_ONLY_OTHERS)
+        self._num_others = 0
+
+    def note_untaped_call(self) -> None:
+        """The model was called where nothing can be taped."""
+        self._num_untaped += 1
+        if self._num_untaped == _MANY_CALLS:
+            self._reasons.say(_UNTAPED)
+
+    def note_backward_of_others(self) -> None:
+        """Another model's, or a copy's of this one: told where it seems to be instead of this one."""
+        self._num_others += 1
+        if self._num_others == _MANY_OTHERS:
+            self._counters.why_not_planned = _ONLY_OTHERS
+            self._reasons.say(_ONLY_OTHERS)
+
+    def note_unseen_step(self) -> None:
+        """The model got gradients, and no call of it was seen."""
+        self._counters.steps += 1
+        why, model = "its forward() was called directly, or parts of it were, or a replica", self._model()
+        if model is None:
+            why = "the model is gone"
+        elif module_calls.is_compiled(model):
+            why = "it was compiled after fit"
+        elif model._compiled_call_impl is not self._own_call():
+            why = "something has replaced the model's call since fit"
+        self._counters.why_not_planned = f"lowtide did not see it: {why}"
+        self._reasons.say(
+            f"a step went by that lowtide did not see, so nothing of it was planned: {why}. Call the fitted model "
+            "itself, fit the part that is called, and fit it last"
+        )
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version

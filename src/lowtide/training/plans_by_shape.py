@@ -1,0 +1,717 @@
+"""The plans at hand, by shape: asked for, put in force when they come back, given up when steps turn out otherwise.
+
+A plan serves every shape that its own shape covers: no storage of it is larger, so its peak is no higher. So the
+largest shape so far is planned first. A short batch should recompute little, and one that fits plain nothing. Where a
+shape's graph follows from those of watched shapes (``shape_statistics.py``), plans are made for a few buckets of
+shapes, without watching them. Elsewhere a shape that is much smaller than the one whose plan serves it is watched and
+gets a plan of its own.
+"""
+
+import logging
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from lowtide.errors import BudgetInfeasibleError, LowtideError, TierError
+from lowtide.graph.costs import Costs
+from lowtide.graph.gradients import with_gradients_before, with_gradients_made
+from lowtide.graph.step_graph import StepGraph
+from lowtide.options import FitOptions
+from lowtide.plan import Plan
+from lowtide.planning.plan_cache import PlanCache
+from lowtide.planning.plan_request import PlanRequest
+from lowtide.planning.planner_process import PendingPlan, PlannerProcess
+from lowtide.shapes.call_shapes import CallShape
+from lowtide.shapes.dimensions import join
+from lowtide.shapes.shape_statistics import ShapeStatistics
+from lowtide.solvers.build_plan import with_decisions_of
+from lowtide.solvers.dispatch import solve
+from lowtide.tape.program import program_of
+from lowtide.tape.tape import Tape
+from lowtide.tracing.model_facts import ModelFacts
+from lowtide.training.notices import Notices
+from lowtide.training.planned_step import PlannedStep
+from lowtide.training.shared_tiers import SharedTiers
+from lowtide.units import format_bytes
+
+logger = logging.getLogger("lowtide")
+_MAX_REPLANS = 2  # of one shape, when its steps turn out to run other ops than the plan knows
+# Than steps without a plan. A plan's time is that of the ops of one step, which was the first of a process, mostly.
+_CLEARLY_SLOWER = 2.0
+_LEAST_TIMED = 2  # steps: one may be slow by chance
+_PEAK_TOLERANCE = 0.01  # of what a step may take: a plan is kept that took so much more
+_STEPS_REMEMBERED = 8  # of one pattern: where most of them ran other ops than planned, no plan fits
+_MOST_EVENTS_AT_ONCE = 10_000  # of a graph that is planned while a step waits: a second or two
+_MOST_TOLD = 3  # plans, one line each: batches of many sizes have many
+_WORTH_OWN_PLAN = 0.005  # of the plain step's time: what a step that makes its gradients could do without
+_MUCH_SMALLER = 0.85  # of the shape whose plan serves it: worth a plan of its own
+
+
+class _PlanWorseThanNoneError(LowtideError):
+    """Steps without a plan take less, or are faster."""
+
+
+@dataclass
+class _Asked:
+    """A request that the planner works on."""
+
+    shapes: tuple[CallShape, ...]
+    request: PlanRequest
+    pending: PendingPlan
+    first: PlannedStep | None = None  # put in force until the final plan is there
+
+
+@dataclass
+class Unplanned:
+    """What steps of a shape took that ran without a plan.
+
+    Attributes:
+        peak_bytes: The highest.
+        step_ms: Of the fastest of ``num_timed``, by the clock.
+    """
+
+    peak_bytes: int = 0
+    step_ms: float = float("inf")
+    num_timed: int = 0
+
+    @property
+    def is_timed(self) -> bool:
+        return self.num_timed >= _LEAST_TIMED
+
+
+class PlansByShape:
+    """One model's plans.
+
+    Attributes:
+        plans: The one used last at the end.
+        seen: Shapes of the first calls of steps.
+        planning_s: Seconds that the planner took in all.
+        is_sharded: Parameters are whole for moments only, or in parts.
+        least_bytes: By shape, the least budget there is, where the planner was asked for less.
+        unplanned: By shape, what steps without a plan took within the present budget.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        options: FitOptions,
+        planner: PlannerProcess,
+        tiers: SharedTiers,
+        reasons: Notices,
+    ) -> None:
+        self._model = weakref.ref(facts.model)
+        self._options, self._planner, self._tiers, self._reasons = options, planner, tiers, reasons
+        self.plans: list[PlannedStep] = []
+        self.seen: set[CallShape] = set()
+        self.planning_s = 0.0
+        self.least_bytes: dict[CallShape, int] = {}
+        self._num_told = 0  # plans
+        self.unplanned: dict[CallShape, Unplanned] = {}
+        self._asked: _Asked | None = None  # one at a time: the planner has one core
+        self._next: list[tuple[tuple[CallShape, ...], PlanRequest]] = []  # wait for it
+        self.is_sharded = facts.is_wrapped or facts.is_partitioned
+        # Of the last planned steps of each pattern: did they run other ops?
+        self._diverged: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=_STEPS_REMEMBERED))
+        self._unsteady: set[str] = set()  # patterns whose steps run other ops each time
+        self._num_nodes: dict[tuple[CallShape, ...], Mapping[int, int]] = {}  # of watched steps
+        # The last watched graph of these shapes, its step's global flags, and those ops that need no other proof.
+        self._proven: dict[tuple[CallShape, ...], tuple[StepGraph, tuple, frozenset[int]]] = {}
+        self._aside: dict[tuple[CallShape, ...], PlannedStep] = {}  # see ``best_that_fits``
+        self._expects_other: set[tuple[CallShape, ...]] = set()
+        self._alone: set[CallShape] = set()  # run other ops than the plans that cover them
+        self._refused: set[CallShape] = set()
+        self._replans: Counter[CallShape] = Counter()
+        self._statistics = ShapeStatistics()
+        self._doubted: set[CallShape] = set()  # watched next time: steps ran otherwise than their derived graphs
+        self._budget_bytes: int | None = None  # None before the first watched step
+        self._choice_after = 0  # so many steps: another look at which shapes are worth a plan
+        self._num_steps = 0
+        self._afresh_at, self._times_afresh = -_STEPS_REMEMBERED, 0  # see ``start_afresh``: after which step, in a row
+
+    # -- which plan -----------------------------------------------------------------------------------------
+
+    def plan_for(self, shape: CallShape) -> PlannedStep | None:
+        """The plan for a step that starts with a call of ``shape``; None: there is none, or it wants another watch."""
+        self._adopt_plans()
+        self._num_steps += 1
+        self._statistics.saw(shape)
+        latest = self.plans[-1] if self.plans else None
+        as_before = latest is not None and latest.shapes[0] == shape == latest.last_served and not latest.diverged
+        if as_before and shape not in self._doubted:
+            return latest
+        self.seen.add(shape)
+        if shape in self._doubted and shape not in self._refused:
+            return None
+        found = self._serving(shape)
+        if found is not None and found.diverged and not self._keep_diverged(found):
+            found = self._serving(shape)
+        if found is None or found.shapes[0].has_gradients != shape.has_gradients:
+            found = self._from_other_micro_batch(shape, found)
+        if found is None or found.shapes[0] != shape:
+            if self._is_family_shape(shape):
+                found = self._plan_unwatched(shape, found)
+            elif found is not None and self._wants_own_plan(shape, found):
+                return None
+        if found is None:
+            return None
+        found.last_served = shape
+        self.plans.remove(found)
+        self.plans.append(found)
+        return found
+
+    def wants_graph(self, shape: CallShape) -> bool:
+        """Whether a watched step of ``shape`` should be recorded."""
+        if shape in self._refused or shape.pattern in self._unsteady:
+            return False
+        return not self._is_waiting_for(shape) or self._statistics.wants(shape)
+
+    def _is_waiting_for(self, shape: CallShape) -> bool:
+        """Whether a plan that will serve ``shape`` is asked for."""
+        waiting = [shapes[0] for shapes, _ in self._next] + ([self._asked.shapes[0]] if self._asked else [])
+        return any(s == shape if shape in self._alone else s.covers(shape) for s in waiting)
+
+    def _serving(self, shape: CallShape) -> PlannedStep | None:
+        """The plan of ``shape``, or of those whose shape covers it the one that recomputes least."""
+        if shape.pattern in self._unsteady:
+            return None
+        exact = next((p for p in self.plans if p.shapes[0] == shape), None)
+        if exact is not None or shape in self._alone:
+            return exact
+        # What travels to other tiers has to be of the planned size.
+        covering = [p for p in self.plans if not p.plan.tiers and p.shapes[0].covers(shape)]
+        return min(covering, key=lambda p: (p.plan.predicted_overhead, p.shapes[0].sizes), default=None)
+
+    def _from_other_micro_batch(self, shape: CallShape, found: PlannedStep | None) -> PlannedStep | None:
+        """The plan for a step that adds to gradients from that of the step that makes them, or the other way round.
+
+        The forward ops are the same. Where the other's decisions fit, and cost nothing to speak of, they are taken;
+        else the planner is asked for others, and a quickly made plan is put in force until its answer is there.
+
+        Args:
+            found: The best plan so far, which is returned where there is no better one.
+        """
+        twin = shape.without_gradients() if shape.has_gradients else shape.with_gradients()
+        other = next((p for p in self.plans if p.shapes[0] == twin), None)
+        if other is None or shape in self._refused | self._alone or self._is_waiting_for(shape):
+            return found
+        if self.is_sharded:  # gradients are made whole, and reduced: only a watch tells
+            return found
+        budget_bytes = self._budget_bytes or other.plan.budget_bytes
+        if budget_bytes is None:
+            return found
+        if shape.has_gradients:
+            graph = with_gradients_before(other.graph)
+            shapes = tuple(s.with_gradients() for s in other.shapes)
+        elif other.plan.predicted_overhead > _WORTH_OWN_PLAN:
+            graph = with_gradients_made(other.graph)
+            shapes = tuple(s.without_gradients() for s in other.shapes)
+        else:
+            return found
+        program = other.tape.program
+        self._num_nodes[shapes] = other.num_nodes
+        if program.flags is not None:
+            self._proven[shapes] = graph, program.flags, frozenset(program.proven_ops)
+        if shape.has_gradients:
+            with suppress(LowtideError):
+                plan = with_decisions_of(replace(other.plan, budget_bytes=budget_bytes), graph, other.costs)
+                return self._put_in_force(shapes, graph, other.costs, plan)
+        self._ask(shapes, graph, other.costs, budget_bytes)
+        if len(graph.events) > _MOST_EVENTS_AT_ONCE or self._options.method != "exact" or self._tiers.capacities:
+            return found
+        with suppress(LowtideError):  # the planner's answer tells
+            try:
+                plan = solve(graph, other.costs, budget_bytes, effort="first")
+            except BudgetInfeasibleError as error:
+                self.least_bytes[shape] = error.least_bytes
+                plan = solve(graph, other.costs, error.least_bytes, effort="first")
+            return self._put_in_force(shapes, graph, other.costs, plan)
+        return found
+
+    def _wants_own_plan(self, shape: CallShape, served_by: PlannedStep) -> bool:
+        """While the planner is idle and there is room: a shape that recomputes more than it would have to."""
+        if served_by.keeps_everything or shape in self._refused or self._asked is not None:
+            return False
+        if len(self.plans) >= self._options.max_plans:
+            return False
+        return shape.share_of(served_by.shapes[0]) <= _MUCH_SMALLER
+
+    def note_step(self, planned: PlannedStep, num_nodes: Mapping[int, int], *, diverged: bool) -> None:
+        """A step has ended that began under ``planned``.
+
+        Args:
+            num_nodes: How many autograd nodes each call made.
+            diverged: The step ran other ops.
+        """
+        planned.diverged = diverged
+        before = self._diverged[planned.shapes[0].pattern]
+        before.append(diverged)
+        if not planned.is_known and not diverged and len(num_nodes) == len(planned.shapes):
+            planned.num_nodes = num_nodes
+            planned.tape.matches_all = any(before)
+
+    def why_no_plan(self, shape: CallShape) -> str:
+        """In words, where ``plan_for`` has none."""
+        if shape in self._refused:
+            return "there is no plan for steps like the last one"
+        if shape.pattern in self._unsteady:
+            return "steps like the last one run other ops each time, so they run online"
+        if self._is_waiting_for(shape):
+            return "the plan for the last step is still being made"
+        return "the last step was watched, to plan the next"
+
+    def _keep_diverged(self, planned: PlannedStep) -> bool:
+        """The last step under ``planned`` ran other ops: whether it is still the best there is."""
+        planned.diverged = False
+        shape, own = planned.last_served, planned.shapes[0]
+        steps = self._diverged[own.pattern]
+        out_of_replans = self._replans[own] >= _MAX_REPLANS
+        if (out_of_replans or len(steps) == _STEPS_REMEMBERED) and 2 * sum(steps) > len(steps):
+            self._run_online(own.pattern)
+            return False
+        if shape is not None and shape != own:
+            self._alone.add(shape)
+            return False
+        if out_of_replans:
+            return True
+        self._replans[own] += 1
+        self._aside.pop(planned.shapes, None)
+        self.plans.remove(planned)
+        if planned.is_derived:
+            self._doubted.add(own)  # the next watch tells what is different
+        else:
+            self._statistics.forget(own)
+        return False
+
+    def _run_online(self, pattern: str) -> None:
+        """Steps that start with calls of ``pattern`` have no plan from now on."""
+        steps = self._diverged[pattern]
+        self._unsteady.add(pattern)
+        self._aside.clear()
+        self.plans = [p for p in self.plans if p.shapes[0].pattern != pattern]
+        self._reasons.say(
+            f"{sum(steps)} of the last {len(steps)} steps under a plan ran other ops than planned (skipped layers, "
+            "experts or branches that depend on data), or of other sizes, so steps like these run online from now on: "
+            "within the budget, and slower than under a plan. For a plan, let every step run the same ops"
+        )
+
+    def start_afresh(self, before_bytes: int, now_bytes: int) -> None:
+        """The model's parameters take other bytes: nothing is known any more of the sizes in its steps."""
+        often = self._num_steps - self._afresh_at < _STEPS_REMEMBERED
+        self._times_afresh = self._times_afresh + 1 if often else 1
+        self._afresh_at = self._num_steps
+        self.plans, self._next, self._asked = [], [], None
+        self._statistics = ShapeStatistics()
+        for known in (self._proven, self._num_nodes, self.unplanned, self.least_bytes, self._diverged, self._replans):
+            known.clear()
+        for shapes in (self._refused, self._doubted, self._alone):
+            shapes.clear()
+        took = f"the model's parameters took {format_bytes(before_bytes)}, and take {format_bytes(now_bytes)}"
+        if self._times_afresh <= _MAX_REPLANS:
+            self._reasons.say_latest("afresh", f"{took}: plans were for other sizes, so steps are watched again")
+            return
+        self._unsteady |= {shape.pattern for shape in self.seen}
+        self._reasons.say_latest("afresh", f"{took}, and change every few steps: no plan fits, steps run online")
+
+    def change_budget(self, budget_bytes: int) -> None:
+        """Let go of plans for more; have them made again, and those that could do with less recomputation."""
+        self._budget_bytes = budget_bytes
+        self._refused -= {shape for shape, least in self.least_bytes.items() if least <= budget_bytes}
+        self._aside.clear()
+        self.unplanned.clear()
+        wrong = [p for p in self.plans if _exceeds(p, budget_bytes) or _is_tight(p, budget_bytes)]
+        self.plans = [p for p in self.plans if not _exceeds(p, budget_bytes)]
+        waiting = [*self._next, *([(self._asked.shapes, self._asked.request)] if self._asked is not None else ())]
+        waiting += [(p.shapes, self._request_for(p.graph, p.costs, budget_bytes)) for p in wrong]
+        self._next = [(shapes, replace(request, budget=budget_bytes)) for shapes, request in waiting]
+        self._asked = None
+        self._ask_next()
+
+    def plan_anew(self, planned: PlannedStep, more_bytes: int, budget_bytes: int) -> None:
+        """So much more is there before its step than ``planned`` knows: let go of it, and have the rest planned again.
+
+        The ops are the same, so no step has to be watched for that, and nothing to be proven again. What is more may
+        have come for a moment, so ``planned`` is put aside.
+        """
+        self.plans.remove(planned)
+        self._aside[planned.shapes] = planned
+        graph = self._with_resident(planned, "other", more_bytes)
+        if not self._is_waiting_for(planned.shapes[0]):
+            self._ask(planned.shapes, graph, planned.costs, budget_bytes)
+
+    def best_that_fits(
+        self, shape: CallShape, planned: PlannedStep | None, fits: Callable[[PlannedStep], bool]
+    ) -> PlannedStep | None:
+        """``planned``, or the one that was put aside for a step of ``shape``: of those that fit, what costs least.
+
+        One of the two was made for more beside the step than the other, so they change places as often as that comes
+        and goes, and nothing is planned or watched for it.
+
+        Args:
+            planned: What ``plan_for`` has found.
+            fits: Whether a plan fits beside what is there now.
+        """
+        other = next((p for p in self._aside.values() if p.shapes[0] == shape), None)
+        if other is None or (planned is not None and planned.shapes != other.shapes) or not fits(other):
+            return planned
+        if planned is not None:
+            if other.plan.predicted_overhead >= planned.plan.predicted_overhead and fits(planned):
+                return planned
+            self.plans.remove(planned)
+            self._aside[other.shapes] = planned
+        else:  # the one that was asked for in its place comes yet, and goes aside
+            del self._aside[other.shapes]
+            self._expects_other.add(other.shapes)
+        other.last_served = shape
+        self.plans.append(other)
+        return other
+
+    def keep_least(self, planned: PlannedStep, more_bytes: int) -> PlannedStep:
+        """So much more is there before its step, and ``planned`` is the least there is: it takes that much more."""
+        shape, budget_bytes = planned.shapes[0], self._budget_bytes or 0
+        before = self.least_bytes.get(shape, planned.plan.predicted_peak_bytes)
+        least_bytes = self.least_bytes[shape] = before + more_bytes
+        graph = self._with_resident(planned, "other", more_bytes)
+        plan = with_decisions_of(replace(planned.plan, budget_bytes=least_bytes), graph, planned.costs)
+        self._say_least(budget_bytes)
+        return self._put_in_force(planned.shapes, graph, planned.costs, plan)
+
+    def correct_state(self, planned: PlannedStep, more_bytes: int, budget_bytes: int) -> PlannedStep | None:
+        """The optimizer keeps so much more than ``planned`` knows, or less: what may run with its state as it is.
+
+        The same decisions if they fit, until a better plan comes; else None, until another one comes.
+        """
+        graph, found = self._with_resident(planned, "optimizer", more_bytes), None
+        with suppress(LowtideError):
+            plan = with_decisions_of(replace(planned.plan, budget_bytes=budget_bytes), graph, planned.costs)
+            found = self._put_in_force(planned.shapes, graph, planned.costs, plan)
+        if found is None:
+            self.plans.remove(planned)
+        if found is None or (more_bytes < 0 and not found.keeps_everything):
+            self._next = [(shapes, request) for shapes, request in self._next if shapes != planned.shapes]
+            if self._asked is not None and self._asked.shapes == planned.shapes:
+                self._asked = None
+            self._ask(planned.shapes, graph, planned.costs, budget_bytes)
+        return found
+
+    def _with_resident(self, planned: PlannedStep, part: str, more_bytes: int) -> StepGraph:
+        """The graph of ``planned`` with so much more of ``part``; what is proven of its ops is proven there."""
+        resident = dict(planned.graph.resident)
+        resident[part] = resident.get(part, 0) + more_bytes
+        graph, program = replace(planned.graph, resident=resident), planned.tape.program
+        if program.flags is not None:
+            self._proven[planned.shapes] = graph, program.flags, frozenset(program.proven_ops)
+        self._num_nodes[planned.shapes] = planned.num_nodes
+        return graph
+
+    def put(self, planned: PlannedStep) -> None:
+        """Put a plan in force in place of one for the same shapes; of too many the one used least recently goes."""
+        self._refused -= set(planned.shapes)
+        planned.tape.proves_at_birth = self._reasons.say_saved
+        planned.tape.on_other_numbers = self._reasons.say_proven_anew
+        planned.tape.on_refusal = self._reasons.say_not_moved
+        if (op := next((op for op in planned.plan.ops if op.dynamic), None)) is not None:  # what follows from it is too
+            where = planned.plan.frames[op.frame].path or ("the model" if op.frame else "the loss outside the model")
+            self._reasons.say(
+                f"sizes of {op.name} in {where} depend on data: a planned step in which they are larger than in the "
+                "planned one takes more than the budget. Leave room for that"
+            )
+        for replaced in [p for p in self.plans if p.shapes == planned.shapes]:
+            if replaced.graph is planned.graph:
+                program = replaced.tape.program
+                planned.tape.program.note_proven(program.flags, program.proven_ops)
+            self.plans.remove(replaced)
+            if planned.shapes in self._expects_other:
+                self._aside[planned.shapes] = replaced
+        self._expects_other.discard(planned.shapes)
+        self.plans.append(planned)
+        self._make_room()
+
+    # -- shapes that nobody has watched -----------------------------------------------------------------------
+
+    def _is_family_shape(self, shape: CallShape) -> bool:
+        """Whether the graph of ``shape`` follows from others. What to plan for is estimated for method exact alone."""
+        if self._options.method != "exact" or shape.pattern in self._unsteady:
+            return False
+        return shape not in self._alone | self._refused and self._statistics.knows(shape)
+
+    def _plan_unwatched(self, shape: CallShape, found: PlannedStep | None) -> PlannedStep | None:
+        """The plan for ``shape``, whose graph follows from others; what is worth another plan is asked for.
+
+        Args:
+            found: The best plan so far.
+        """
+        assert self._budget_bytes is not None  # the watched steps came with it
+        if found is not None and found.keeps_everything:
+            return found
+        if self._statistics.fits_plain(shape, self._budget_bytes):
+            kept = [p.shapes[0] for p in self.plans if p.keeps_everything]
+            sizes = [s.sizes for s in kept if s.pattern == shape.pattern]
+            together = shape._replace(sizes=join([shape.sizes, *sizes]))
+            if sizes and (planned := self._keep_everything(together)):  # it replaces the smaller one
+                return planned
+            if len(self.plans) < self._options.max_plans and (planned := self._keep_everything(shape)):
+                return planned
+        wanted: CallShape | None = None
+        if found is None:  # larger than all that is planned for: a plan for all that came so far
+            seen = [s for s in self.seen if s.pattern == shape.pattern and self._statistics.knows(s)]
+            largest = shape._replace(sizes=join(s.sizes for s in seen))
+            # A plan for the largest that moves tensors is there, perhaps, and serves no other shape.
+            there = {p.shapes[0] for p in self.plans}
+            wanted = next((s for s in (largest, shape) if s not in there and self._statistics.knows(s)), None)
+        elif self._asked is None and self._num_steps >= self._choice_after:
+            tops = [p.shapes[0].sizes for p in self.plans if p.shapes[0].pattern == shape.pattern]
+            wanted = self._statistics.next_shape(shape, tops, self._budget_bytes, self._options.max_plans)
+            if wanted is None:
+                self._choice_after = self._num_steps + 1 + self._num_steps // 4
+        if wanted is None or wanted in self._refused or self._is_waiting_for(wanted):
+            return found
+        if kept_plan := self._keep_everything(wanted):
+            return kept_plan if wanted.covers(shape) else found
+        if (derived := self._statistics.derive(wanted)) is not None:
+            shapes, known = derived
+            assert known.costs is not None  # watched steps have times
+            self._ask(shapes, known.graph, known.costs, self._budget_bytes)
+        return found
+
+    def _keep_everything(self, shape: CallShape) -> PlannedStep | None:
+        """A plan for ``shape`` that recomputes nothing, if it fits: no planner is asked for it."""
+        assert self._budget_bytes is not None
+        derived = self._statistics.derive(shape) if self._statistics.fits_plain(shape, self._budget_bytes) else None
+        if derived is None:
+            return None
+        shapes, known = derived
+        assert known.costs is not None
+        plan = solve(known.graph, known.costs, method="none")
+        plan = replace(plan, budget_bytes=self._budget_bytes, budget_kind=self._options.budget_kind)
+        if plan.budgeted_peak_bytes > self._budget_bytes:
+            return None
+        self.plans = [
+            p for p in self.plans if not (p.keeps_everything and shape.covers(p.shapes[0]))
+        ]  # fmt: skip
+        planned = self._put_in_force(shapes, known.graph, known.costs, plan)
+        self._tell(plan, "a shape that follows from others: fits without recompute, not planned")
+        return planned
+
+    def _make_room(self) -> None:
+        """Let go of a plan, if there are too many: of the one that is missed least, as far as that is known."""
+        while len(self.plans) > self._options.max_plans:
+            *before, new = (p.shapes[0] for p in self.plans)
+            gone = 0  # used least recently
+            if self._budget_bytes is not None and all(
+                s.pattern == new.pattern and self._statistics.knows(s) for s in before
+            ):
+                gone = self._statistics.least_missed(new, [shape.sizes for shape in before], self._budget_bytes)
+            del self.plans[gone]
+
+    # -- asking ---------------------------------------------------------------------------------------------
+
+    def request(
+        self,
+        shapes: tuple[CallShape, ...],
+        graph: StepGraph,
+        costs: Costs,
+        budget_bytes: int,
+        num_nodes: Mapping[int, int],
+        flags: tuple,
+        proven_ops: frozenset[int],
+    ) -> None:
+        """A step was watched whose calls have these shapes: have it planned, unless a plan for it is on its way.
+
+        Args:
+            num_nodes: How many autograd nodes each call made.
+            proven_ops: Those of the graph that need no other proof under these global ``flags``.
+        """
+        self._num_nodes[shapes] = num_nodes
+        self._proven[shapes] = graph, flags, proven_ops
+        self._budget_bytes = budget_bytes
+        self._doubted.discard(shapes[0])
+        if reason := self._statistics.note(shapes, graph, costs):
+            self._reasons.say(f"a step was not as derived from other lengths, so such steps are watched: {reason}")
+            self._let_go_of_derived(shapes[0])
+        if not self._is_waiting_for(shapes[0]):
+            self._ask(shapes, graph, costs, budget_bytes)
+
+    def _let_go_of_derived(self, like: CallShape) -> None:
+        """Plans from derived graphs of this way to call the model, and what is asked for."""
+        self._aside.clear()
+        self.plans = [p for p in self.plans if not p.is_derived or p.shapes[0].pattern != like.pattern]
+        self._next = [entry for entry in self._next if entry[0][0].pattern != like.pattern]
+        if self._asked is not None and self._asked.shapes[0].pattern == like.pattern:
+            self._asked = None
+
+    def _ask(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int) -> None:
+        self._next.append((shapes, self._request_for(graph, costs, budget_bytes)))
+        self._ask_next()
+
+    def _request_for(self, graph: StepGraph, costs: Costs, budget_bytes: int) -> PlanRequest:
+        options, tiers = self._options, self._tiers.capacities
+        costs = replace(costs, links=self._tiers.links())
+        return PlanRequest(
+            graph, costs, budget_bytes, options.method, tiers, options.solver, cache_dir=PlanCache().directory
+        )
+
+    def refuse(self, shape: CallShape, why: str, *, saved: bool = False) -> None:
+        """There will be no plan for steps that start with a call of ``shape``; ``saved``: nor are they watched."""
+        self._refused.add(shape)
+        self._doubted.discard(shape)
+        how = "all is saved in them" if saved else "they run online"
+        self._reasons.say(f"no plan for steps like this one, {how}: {why}")
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until no answer of the planner is outstanding. Raises: TimeoutError."""
+        while self._asked is not None:
+            with suppress(LowtideError):  # ``_adopt`` says it
+                self._asked.pending.plan(timeout_s)
+            self._adopt_plans()
+
+    def _ask_next(self) -> None:
+        """The largest first. What it covers asks again when its plan is there, if it still wants one of its own.
+
+        What has a plan stays asked for: that plan serves it, and nothing would ask again.
+        """
+        if self._asked is not None or not self._next:
+            return
+        shapes, request = max(self._next, key=lambda entry: entry[0][0].sizes)
+        planned = [p.shapes for p in self.plans]
+        self._next = [
+            entry
+            for entry in self._next
+            if entry[0] != shapes and (entry[0] in planned or not shapes[0].covers(entry[0][0]))
+        ]
+        self._asked = _Asked(shapes, request, self._planner.submit(request))
+
+    def _adopt_plans(self) -> None:
+        """Put in force what has come back from the planner."""
+        asked = self._asked
+        if asked is None:
+            return
+        if asked.pending.done():
+            self._asked = None
+            self._adopt(asked)
+            self._ask_next()
+        elif asked.pending.first_done() and asked.first is None:
+            with suppress(LowtideError):  # the final answer tells
+                asked.first = self._adopted(asked, asked.pending.first())
+
+    def _adopt(self, asked: _Asked) -> None:
+        pending = asked.pending
+        self.planning_s += pending.planning_s
+        if pending.reason:
+            self._reasons.say_first(pending.reason.partition(":")[0], pending.reason)
+        try:
+            planned = self._adopted(asked, pending.plan())
+        except BudgetInfeasibleError as error:
+            self._note_least(asked, error)
+        except TierError as error:
+            self._tiers.drop(error)
+            self._next.append((asked.shapes, replace(asked.request, offload={})))
+        except LowtideError as error:
+            self.refuse(asked.shapes[0], str(error).splitlines()[0])
+        else:
+            made = "found the plan of an earlier run" if pending.source == "cache" else "planned beside training"
+            whose = "a shape that follows from others: " if planned.is_derived else ""
+            self._tell(planned.plan, f"{whose}{made} in {pending.planning_s:.1f} s")
+
+    def _note_least(self, asked: _Asked, error: BudgetInfeasibleError) -> None:
+        """No plan fits the budget: the one at the least there is comes next, or none, if steps without took less."""
+        shape, least = asked.shapes[0], error.least_bytes
+        self.least_bytes[shape] = least
+        if why := self._why_worse(shape, least, None):
+            self.refuse(shape, why)
+            return
+        self._say_least(error.budget_bytes)
+        self._next.append((asked.shapes, replace(asked.request, budget=least)))
+
+    def allowed_bytes(self, shape: CallShape) -> int:
+        """What a step under a plan may take: the budget, or what steps without one took."""
+        unplanned = self.unplanned.get(shape)
+        return max(self._budget_bytes or 0, 0 if unplanned is None else unplanned.peak_bytes)
+
+    def note_unplanned(self, shape: CallShape, peak_bytes: int, step_ms: float | None) -> None:
+        """A step without a plan is over, that had to keep the present budget."""
+        found = self.unplanned.setdefault(shape, Unplanned())
+        found.peak_bytes = max(found.peak_bytes, peak_bytes)
+        if step_ms is not None:
+            found.step_ms, found.num_timed = min(found.step_ms, step_ms), found.num_timed + 1
+
+    def _why_worse(self, shape: CallShape, peak_bytes: int, step_ms: float | None) -> str:
+        """Why a plan of this peak and time is worse than none; "" if it is not, or nobody knows."""
+        unplanned = self.unplanned.get(shape)
+        if unplanned is None:
+            return ""
+        if peak_bytes > self.allowed_bytes(shape):
+            budget = format_bytes(self._budget_bytes or 0)
+            took = f"a step without one took {format_bytes(unplanned.peak_bytes)} of {budget}"
+            return f"the leanest plan takes {format_bytes(peak_bytes)}, and {took}"
+        if step_ms is not None and unplanned.is_timed and step_ms > _CLEARLY_SLOWER * unplanned.step_ms:
+            return (
+                f"a step under the plan is predicted to take {step_ms:.1f} ms and {format_bytes(peak_bytes)}, and a "
+                f"step without one took {unplanned.step_ms:.1f} ms and {format_bytes(unplanned.peak_bytes)}"
+            )
+        return ""
+
+    def note_peak(self, planned: PlannedStep, peak_bytes: int) -> bool:
+        """A step under ``planned`` took that: whether it is more than the plan is worth.
+
+        It is then let go of, as where a step runs other ops: the next step is watched.
+        """
+        allowed = max(self.allowed_bytes(planned.shapes[0]), planned.plan.measurable_peak_bytes)
+        if peak_bytes <= (1 + _PEAK_TOLERANCE) * allowed:
+            return False
+        planned.diverged = True
+        if steps := self._diverged[planned.shapes[0].pattern]:
+            steps[-1] = True
+        return True
+
+    def _say_least(self, budget_bytes: int) -> None:
+        """That plans are above the budget: one line for all shapes, told once."""
+        above = [least for shape, least in self.least_bytes.items() if least > budget_bytes]
+        shapes = "" if len(above) == 1 else f" for {len(above)} input shapes"
+        most = f"{'up to ' if shapes else ''}{format_bytes(max(above))}"
+        budget = format_bytes(budget_bytes)
+        told = f"no plan fits {budget}{shapes}: running at the least there is, {most}"
+        self._reasons.say_first(f"least above {budget}", told)
+
+    def _adopted(self, asked: _Asked, plan: Plan) -> PlannedStep:
+        """Raises: _PlanWorseThanNoneError: steps without one are better."""
+        if why := self._why_worse(asked.shapes[0], plan.budgeted_peak_bytes, plan.predicted_step_ms):
+            raise _PlanWorseThanNoneError(why)
+        return self._put_in_force(asked.shapes, asked.request.graph, asked.request.costs, plan)
+
+    def _put_in_force(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, plan: Plan) -> PlannedStep:
+        model = self._model()
+        assert model is not None  # it is being called
+        tape = Tape(program_of(plan), model, self._tiers.open_for(plan))
+        tape.matches_all = any(self._diverged[shapes[0].pattern])
+        planned = PlannedStep(plan, graph, costs, shapes, tape, num_nodes=self._num_nodes.get(shapes, {}))
+        watched, flags, proven_ops = self._proven.get(shapes, (None, None, frozenset()))
+        if watched is graph:
+            planned.tape.program.note_proven(flags, proven_ops)
+        self.put(planned)
+        return planned
+
+    def _tell(self, plan: Plan, made: str) -> None:
+        """Log the first few plans of a training; the others too, for those who listen to what is less urgent."""
+        self._num_told += 1
+        logger.log(
+            logging.WARNING if self._num_told <= _MOST_TOLD else logging.INFO,
+            "lowtide: %s: peak %s of %s, overhead %.1f %%, plan %d of at most %d (%s)",
+            made,
+            format_bytes(plan.budgeted_peak_bytes),
+            format_bytes(plan.budget_bytes or plan.predicted_peak_bytes),
+            100 * plan.predicted_overhead,
+            len(self.plans),
+            self._options.max_plans,
+            plan.provenance.get("batch", "a step"),
+        )
+
+
+def _exceeds(planned: PlannedStep, budget_bytes: int) -> bool:
+    return planned.plan.budgeted_peak_bytes > budget_bytes
+
+
+def _is_tight(planned: PlannedStep, budget_bytes: int) -> bool:
+    """Whether a plan recomputes for a budget that was below ``budget_bytes``."""
+    return not planned.keeps_everything and (planned.plan.budget_bytes or budget_bytes) < budget_bytes

@@ -1,0 +1,351 @@
+"""Lowers a model's budget when a step runs out of memory or others take it, and reports steps that went over it."""
+
+from torch import nn
+
+from lowtide.device import allocation_counter
+from lowtide.device.allocation_counter import AllocationWindow
+from lowtide.device.block_size import in_blocks
+from lowtide.device.memory import PeakWindow, allocated_bytes, give_back_peak, peak_not_given_back
+from lowtide.device.names import is_accelerator
+from lowtide.device.out_of_memory import missing_bytes, tried_bytes
+from lowtide.shapes.call_shapes import CallShape
+from lowtide.step.operators import gradient_of, storage_of
+from lowtide.step.subclasses import plain_tensors
+from lowtide.tape.online.online_tape import OnlineTape
+from lowtide.training.budget import StepBudget
+from lowtide.training.memory_held import held_by_plan, held_now
+from lowtide.training.notices import Notices
+from lowtide.training.planned_step import PlannedStep
+from lowtide.training.plans_by_shape import PlansByShape
+from lowtide.training.pressure import MemoryPressure
+from lowtide.training.reserved_memory import ReservedMemory
+from lowtide.training.status import Counters
+from lowtide.units import format_bytes
+
+_NOTHING_FITS = (
+    "lowtide let go of all that it could, and the step does not fit in what the device has. Reduce the batch, pass a "
+    "lower budget,\nor let the allocator's segments grow (PYTORCH_ALLOC_CONF=expandable_segments:True): less is lost "
+    "between blocks."
+)
+_PROFILED = (
+    "steps are not counted while a profiler is active: PyTorch's allocators report to one of them. status() has the "
+    "peaks of the others"
+)
+# Of the budget: blocks that are not split differ from step to step, and no plan is made for that.
+_UNTOLD_SHARE = 1 / 512
+_TOLD_SHARE = 0.01  # of the budget: a step under a plan that takes so much more is told
+_OWN_BYTES = 1 << 16  # what comparisons of our own may take beside a step
+_STATE_CHECKS = 2  # of one plan: looking at each tensor of a state takes a millisecond or more
+
+
+class StepMemory:
+    """Moves the budget, and the plans with it."""
+
+    def __init__(self, budget: StepBudget, plans_by_shape: PlansByShape, counters: Counters, reasons: Notices) -> None:
+        self._budget, self._plans_by_shape, self._counters, self._reasons = budget, plans_by_shape, counters, reasons
+        self._pressure = MemoryPressure(budget)
+        self._reserved = ReservedMemory(reasons) if budget.is_of_reserved else None
+        self._times_out_of_memory = 0
+        # How far steps went over the budget, as it was told: without a plan, and under one.
+        self._over_bytes, self._over_reason = 0, ""
+        self._planned_over_bytes, self._planned_over_reason = 0, ""
+        self._window: PeakWindow | None = None  # of the present step, on a device
+        self._allocated: AllocationWindow | None = None  # of the present step
+        self._reports_all = False  # the device's allocator does to the counter, as a step has shown
+        self._was_counted = False  # the last step
+        self._has_budget = False  # the present step: no percentage that waits for it
+        # Before the present step: on an accelerator all that was there, on a CPU what is known to be.
+        self._start_bytes = self._parameter_bytes = 0
+        self._online_bytes = 0  # what the present step took, as an online tape counts it
+        self._lost = ""  # that the user's peak statistic could not be given back, as it was told
+
+    @property
+    def highest_peak_bytes(self) -> int:
+        """As far as it is known; of the present step as an online tape counts it."""
+        return max(self._counters.observed_peak_bytes or 0, self._online_bytes)
+
+    def note_peak(self, watch: OnlineTape) -> None:
+        """A watched step is over."""
+        peak = self._budget.resident_bytes + self._budget.batch_bytes + watch.live.peak
+        self._online_bytes = max(self._online_bytes, peak)
+        if watch.releaser.lowered_bytes:
+            self._run_short(int(watch.releaser.lowered_bytes))
+            return
+        # What was counted: the releaser also knows for how much more room was asked.
+        over = int(watch.live.peak - watch.releaser.budget_bytes) - self._budget.segments_bytes
+        if over <= self._over_bytes:
+            return
+        why = "it is the least that letting go and making again could reach"
+        workspace_bytes, op = watch.peak_workspace
+        if 2 * workspace_bytes >= over:
+            taken = format_bytes(workspace_bytes)
+            why = f"{op} takes {taken} beside what it makes, which shows only when it runs"
+        reason = f"a step that ran online took up to {format_bytes(over)} more than {self._budget.told}: {why}"
+        if self._over_bytes:  # one reason, whatever the number: every step may have another
+            self._reasons.correct(self._over_reason, reason)
+        else:
+            self._reasons.say(reason)
+        self._over_bytes, self._over_reason = over, reason
+
+    def _run_short(self, lowered_bytes: int) -> None:
+        """A step without a plan found that the device has less than the budget, let go of more, and went on."""
+        lowered = self._budget.limit_bytes - lowered_bytes
+        if lowered <= self._budget.resident_bytes:  # it went on all the same: others took that memory, perhaps
+            return
+        self._times_out_of_memory += 1
+        self.cap(lowered)
+
+    def note_watched(self) -> None:
+        """A step without a plan is over, and what recorded it has let go."""
+        if self._reserved is not None:
+            self._reserved.note_watched(self._budget.device, self._budget.limit_bytes)
+
+    def look(self, model: nn.Module, batch: object) -> tuple[int, int] | None:
+        """Note what is there before a step. The bytes of the parameters before and now, where they have changed.
+
+        Args:
+            batch: What the first call of the model is given.
+        """
+        before, device = self._parameter_bytes, self._budget.device
+        if is_accelerator(device):
+            start_bytes = allocated_bytes(device)
+            if start_bytes == self._start_bytes:  # as before the last step
+                return None
+            self._start_bytes = start_bytes or 0
+        self._parameter_bytes = sum(p.nbytes for p in model.parameters())
+        if not is_accelerator(device):
+            resident_bytes = self._budget.quick_resident_bytes(model, self._parameter_bytes)
+            self._start_bytes = resident_bytes + self._budget.batch_bytes_beside(batch)
+        return (before, self._parameter_bytes) if 0 < before != self._parameter_bytes else None
+
+    def outgrown_bytes(self, model: nn.Module, step: PlannedStep) -> int:
+        """How much more is there before this step than its plan knows, where the budget has no room for that; else 0.
+
+        On a CPU, of which nobody counts all, that is the model's, the optimizer's and the batch. Not of a sharded model
+        there: what it gathers comes and goes.
+        """
+        allocated = self._start_bytes
+        comes_and_goes = self._plans_by_shape.is_sharded and not is_accelerator(self._budget.device)
+        if not allocated or not step.shapes or comes_and_goes:
+            return 0
+        resident, limit = step.graph.resident, self._budget.limit_bytes
+        # Without a look at each gradient: as if there were none yet, which the plan counts as there.
+        most = allocated - (step.plan.resident_bytes - resident.get("gradients", 0))
+        spare = max(0, limit - step.plan.predicted_peak_bytes) + int(_UNTOLD_SHARE * limit)
+        if most <= spare or allocated <= step.fits_beside_bytes:
+            return 0
+        made = {
+            s._cdata: s.nbytes()
+            for p in model.parameters()
+            if (grad := gradient_of(p)) is not None
+            for t in plain_tensors(grad)
+            if (s := storage_of(t)) is not None
+        }
+        gradients = min(
+            sum(in_blocks(size, self._budget.device.type) for size in made.values()), resident.get("gradients", 0)
+        )
+        if most - gradients <= spare:
+            step.fits_beside_bytes = allocated if gradients else 0
+            return 0
+        return most - gradients
+
+    def state_change_bytes(self, step: PlannedStep) -> int:
+        """How much more the optimizer keeps than this step's plan knows, less if negative; 0: as foreseen.
+
+        State comes with the first step, so it is compared where there is some, in the first steps of each plan.
+        """
+        if step.state_checks >= _STATE_CHECKS or not (state_bytes := self._budget.state_bytes()):
+            return 0
+        step.state_checks += 1
+        change = state_bytes - step.graph.resident.get("optimizer", 0)
+        return change if abs(change) > _UNTOLD_SHARE * self._budget.limit_bytes else 0
+
+    def begin_step(self, step: PlannedStep | None) -> None:
+        """A step begins under this plan, or without one: from here on it is counted."""
+        if self._reserved is not None:
+            self._reserved.begin_step(step, self._budget.device)
+        self.forget_step()
+        self._has_budget = self._budget.absolute_bytes is not None
+        device = self._budget.device
+        self._allocated = allocation_counter.count(device)
+        if is_accelerator(device) and not (self._allocated and self._reports_all):
+            self._window = PeakWindow(device, afresh=step is not None and step.counted_peak_bytes is None)
+        elif self._allocated is None and (why := self._why_not_counted()) is not None:
+            self._reasons.say_first("not counted", why)
+
+    def _why_not_counted(self) -> str | None:
+        """Why a step on a CPU goes by uncounted, to be told; None: the counter is still to come."""
+        if why := allocation_counter.why_missing():
+            return f"steps under a plan are not counted: {why}. status() has the peaks of steps without one"
+        return _PROFILED if allocation_counter.is_there() else None
+
+    def stop_counting(self) -> None:
+        """The step's ops have run: what its record needs from here on is not of the step."""
+        allocated = self._allocated
+        if allocated is None:
+            return
+        allocated.close()
+        if not (allocated.lost or allocated.is_of_host or self._reports_all):
+            # An allocator that reports nothing, or something else, is no PyTorch's.
+            self._reports_all = allocated.left_bytes == allocated_bytes(self._budget.device)
+            if not self._reports_all:
+                self._allocated = None
+
+    def end_step(
+        self, step: PlannedStep | None, *, ran_plan: bool, beside_bytes: int = 0, is_shared: bool = False
+    ) -> int | None:
+        """The step is over: note its peak and return it.
+
+        Args:
+            ran_plan: It ran as planned, all of it.
+            beside_bytes: What was there before the step, and no call of the model was given (targets).
+            is_shared: Another model's step or backward ran in it.
+        """
+        counted, estimated = self._counted_peak(beside_bytes), self._online_bytes or None
+        self._was_counted = counted is not None
+        if ran_plan and step is not None:
+            if counted is None and is_accelerator(self._budget.device):
+                counted = step.counted_peak_bytes
+            elif step.counted_peak_bytes is None:
+                step.counted_peak_bytes = counted
+            if counted is not None:
+                self._note_planned(step, counted, is_shared=is_shared)
+        counters, peak = self._counters, estimated if counted is None else counted
+        counters.last_peak_bytes = peak
+        if peak is None:
+            counters.uncounted_steps += 1
+        else:
+            counters.observed_peak_bytes = max(counters.observed_peak_bytes or 0, peak)
+            if self._has_budget and peak > self._budget.limit_bytes:
+                counters.over_budget_steps += 1
+                counters.excess_bytes = max(counters.excess_bytes, peak - self._budget.limit_bytes)
+        self._online_bytes = 0
+        return peak
+
+    def forget_step(self) -> None:
+        """What has begun is no step, or none that ends; what it took counts all the same."""
+        peak = self._counted_peak(0) or self._online_bytes
+        if peak:
+            self._counters.observed_peak_bytes = max(self._counters.observed_peak_bytes or 0, peak)
+        self._online_bytes = 0
+
+    def _counted_peak(self, beside_bytes: int) -> int | None:
+        """What the allocator counted since the step began, what was there before included; None: nobody counted."""
+        self.stop_counting()
+        allocated, self._allocated = self._allocated, None
+        of_statistic = self._close_window()
+        if allocated is None:
+            return of_statistic
+        if allocated.lost:
+            self._reasons.say_first("not counted", _PROFILED)
+            return of_statistic
+        start_bytes = self._start_bytes + beside_bytes if allocated.is_of_host else 0
+        return start_bytes + allocated.peak_bytes
+
+    def _close_window(self) -> int | None:
+        window, self._window = self._window, None
+        peak = None if window is None else window.close()
+        if window is None:
+            give_back_peak(self._budget.device)
+        missing = peak_not_given_back(self._budget.device)
+        lost = ""
+        if missing is not None:
+            lost = (
+                "the device's peak statistic (max_memory_allocated) is lower than what it has counted, "
+                f"{format_bytes(missing)}: lowtide reset it to measure ops, and the allocator has given that memory "
+                "back. status() has the peaks of the steps"
+            )
+        if lost != self._lost:
+            self._reasons.withdraw(self._lost)
+            if lost:
+                self._reasons.say(lost)
+        self._lost = lost
+        return peak
+
+    def _note_planned(self, step: PlannedStep, peak: int, *, is_shared: bool) -> None:
+        """Tell of a step under a plan that took more than the plan and, by more than a hundredth, the budget say."""
+        predicted, limit = step.plan.measurable_peak_bytes, self._budget.limit_bytes
+        over = peak - max(limit, predicted)
+        if self._budget.is_of_reserved or over <= max(_TOLD_SHARE * limit, _OWN_BYTES, self._planned_over_bytes):
+            return
+        why = "something was there that the plan does not know, or sizes were others"
+        if is_shared:
+            why = "another model's step or backward ran in it, and is counted too"
+        elif step.tape.proved:
+            why = "ops that nobody had proven ran twice in it"
+        took = f"{format_bytes(peak)} of {format_bytes(limit)}, predicted {format_bytes(predicted)}"
+        reason = f"a step under its plan took up to {took}: {why}"
+        if self._planned_over_bytes:
+            self._reasons.correct(self._planned_over_reason, reason)
+        else:
+            self._reasons.say(reason)
+        self._planned_over_bytes, self._planned_over_reason = over, reason
+
+    def judge_planned(self, step: PlannedStep, peak: int) -> None:
+        """A step under a plan took ``peak``: the plan goes if that is more than it is worth."""
+        if not self._budget.is_of_reserved and self._was_counted:
+            self._plans_by_shape.note_peak(step, peak - _OWN_BYTES)
+
+    def lower(
+        self,
+        error: BaseException,
+        attempt: int,
+        step: PlannedStep | None,
+        watch: OnlineTape | None,
+        shape: CallShape | None,
+    ) -> int | None:
+        """A step ran out of memory: the budget is lower from now on.
+
+        Args:
+            attempt: How often this step was lowered before.
+            step, watch: What it ran under.
+            shape: Of its first call.
+
+        Returns:
+            The budget in bytes; None: it was the least already, and stays.
+        """
+        budget = self._budget
+        used = budget.limit_bytes
+        if step is not None:
+            used = step.plan.predicted_peak_bytes
+        elif watch is not None:
+            used = budget.resident_bytes + watch.live.now + tried_bytes(error)
+        lowered = budget.lower(used, missing_bytes(error, budget.device), attempt)
+        least = None if shape is None else self._plans_by_shape.least_bytes.get(shape)
+        if least is not None:
+            lowered = max(lowered, least)
+        if not budget.resident_bytes < lowered < budget.limit_bytes:
+            return None
+        self._times_out_of_memory += 1
+        self.cap(lowered)
+        return lowered
+
+    def cap(self, budget_bytes: int) -> None:
+        """Steps take no more than that from now on."""
+        self._budget.cap(budget_bytes)
+        self._plans_by_shape.change_budget(budget_bytes)
+        times = "" if self._times_out_of_memory == 1 else f" {self._times_out_of_memory} times"
+        self._reasons.say_latest(
+            "out of memory", f"out of memory{times}: the budget is {format_bytes(budget_bytes)} now"
+        )
+
+    def spare_bytes(self, step: PlannedStep | None) -> int:
+        """What a step under this plan leaves of the budget; 0 without one: nobody knows."""
+        return 0 if step is None else self._budget.limit_bytes - step.plan.predicted_peak_bytes
+
+    def what_held(self, step: PlannedStep | None, watch: OnlineTape | None) -> str:
+        """What a step holds, by module, for whoever reads the error that ended it; "" if nobody knows."""
+        if watch is not None:
+            held = held_now(self._budget.resident_bytes + self._budget.batch_bytes, watch.live.by_module())
+            return f"{held}\n{_NOTHING_FITS}" if watch.releaser.ran_short else held
+        return "" if step is None else held_by_plan(step.plan)
+
+    def follow_free_memory(self, model: nn.Module) -> None:
+        """Between two steps: an automatic budget moves with what others leave."""
+        moved = self._pressure.new_budget_bytes(model)
+        if moved is not None:
+            self._budget.move_to(moved)
+            self._plans_by_shape.change_budget(moved)
+            most = format_bytes(self._budget.most_bytes or moved)
+            text = f"free memory has changed: the budget is {format_bytes(moved)} of {most}"
+            self._reasons.say_latest("pressure", text)

@@ -1,0 +1,111 @@
+"""A plan is in force only while steps under it are better than steps without one."""
+
+import pytest
+import torch
+from support.training_steps import mlp
+from support.watched_training import resident_bytes
+
+import lowtide
+from lowtide.errors import BudgetInfeasibleError
+from lowtide.measurement.allocator import peak_bytes
+from lowtide.training import plans_by_shape
+from lowtide.training.plans_by_shape import PlansByShape
+from lowtide.units import format_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+adopted = PlansByShape._adopted
+
+
+class Training:
+    def __init__(self, share=0.7):
+        torch.manual_seed(0)
+        self.model, self.batch = mlp(8, 64), torch.randn(512, 64)
+        plain = peak_bytes(self.step)
+        self.model.zero_grad()
+        self.budget = int(resident_bytes(self.model) + self.batch.nbytes + share * plain)
+        self.fit = lowtide.fit(self.model, budget=self.budget)
+        self.plans = self.fit._lifecycle.plans_by_shape
+
+    def step(self):
+        self.model(self.batch).square().mean().backward()
+
+    def steps(self, count):
+        for _ in range(count):
+            self.model.zero_grad()
+            self.step()
+            self.fit.wait()
+
+    def first_step(self, peak_bytes, step_ms=None):
+        """A step without a plan that took so much, and was watched."""
+        self.model.zero_grad()
+        self.step()
+        (shape,) = self.plans.seen
+        for _ in range(2):  # one may be slow by chance
+            self.plans.note_unplanned(shape, peak_bytes, step_ms)
+        self.fit.wait()
+
+
+@pytest.mark.parametrize("share, is_in_force", [(1.501, False), (1.499, True)])
+def test_the_least_plan_is_put_in_force_unless_steps_without_one_took_less(share, is_in_force, monkeypatch):
+    training = Training()
+    least = int(share * training.budget)
+
+    def infeasible(plans, asked, plan):
+        if asked.request.budget < least:
+            error = BudgetInfeasibleError("it is so", budget_bytes=asked.request.budget, least_bytes=least)
+            raise error
+        return adopted(plans, asked, plan)
+
+    monkeypatch.setattr(PlansByShape, "_adopted", infeasible)
+    with training.fit as fit:
+        training.first_step(int(1.5 * training.budget))
+        training.steps(1)
+        status = fit.status()
+
+    assert status.in_force == is_in_force
+    took = f"the leanest plan takes {format_bytes(least)}, and a step without one took "
+    assert any(took in reason for reason in status.reasons) != is_in_force
+
+
+@pytest.mark.parametrize("is_compared", [True, False])
+def test_a_plan_that_is_slower_than_steps_without_one_is_not_put_in_force(is_compared, monkeypatch):
+    if not is_compared:
+        monkeypatch.setattr(plans_by_shape, "_CLEARLY_SLOWER", float("inf"))
+    training = Training()
+    with training.fit as fit:
+        training.first_step(training.budget - 1, step_ms=1e-3)
+        training.steps(2)
+        status = fit.status()
+
+    assert status.in_force != is_compared
+    told = [reason for reason in status.reasons if "a step without one took 0.0 ms and " in reason]
+    assert bool(told) == is_compared
+    assert all("a step under the plan is predicted to take" in reason for reason in told)
+
+
+@pytest.mark.usefixtures("counter_is_there")
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_a_plan_whose_steps_take_more_than_it_says_goes(is_measured, monkeypatch):
+    if not is_measured:
+        monkeypatch.setattr(PlansByShape, "note_peak", lambda self, planned, peak: False)
+    training = Training()
+    held = []
+
+    def hold(*_):
+        lifecycle = training.fit._lifecycle
+        if lifecycle._step is not None and lifecycle._watch is None:  # no watch sees it
+            held.append(torch.empty(1 << 21, dtype=torch.uint8))
+
+    training.model.register_forward_hook(hold)
+    with training.fit as fit:
+        training.steps(8)
+        status = fit.status()
+
+    told = [reason for reason in status.reasons if "a step under its plan took up to" in reason]
+    assert len(told) == 1 and f"of {format_bytes(training.budget)}, predicted " in told[0]
+    if is_measured:
+        assert not status.in_force and status.planned_steps + status.plan_left_steps == 3 == len(held)
+        assert status.over_budget_steps >= 1 and status.excess_bytes > 1 << 20
+        assert any("or of other sizes, so steps like these run online" in reason for reason in status.reasons)
+    else:
+        assert status.in_force and status.planned_steps == 7
