@@ -26,10 +26,6 @@ from lowtide.options import Offload as Offload
 from lowtide.plan import Plan as Plan
 from lowtide.pretending.calls import pretend as pretend
 from lowtide.pretending.outcome import PretendReport as PretendReport
-from lowtide.runtime.checkpointed_call import checkpoint as checkpoint
-from lowtide.runtime.checkpointed_call import checkpoint_sequential as checkpoint_sequential
-from lowtide.runtime.fitted_model import Fit as Fit
-from lowtide.runtime.status import Status as Status
 from lowtide.settings.settings_plan import from_settings as from_settings
 from lowtide.simulation.simulator import Timeline as Timeline
 from lowtide.simulation.simulator import simulate as simulate
@@ -38,6 +34,10 @@ from lowtide.solvers.pareto_front import FrontierPoint as FrontierPoint
 from lowtide.solvers.pareto_front import frontier as frontier
 from lowtide.tape.attach import apply as apply
 from lowtide.tracing.sources import trace as trace
+from lowtide.training.checkpointed_call import checkpoint as checkpoint
+from lowtide.training.checkpointed_call import checkpoint_sequential as checkpoint_sequential
+from lowtide.training.fitted_model import Fit as Fit
+from lowtide.training.status import Status as Status
 from lowtide.verifier import Verification as Verification
 from lowtide.verifier import verify as verify
 
