@@ -173,7 +173,8 @@ def test_a_step_holds_the_gathered_layers_and_not_the_model(world, model, batch)
     step(model, batch)
     model.zero_grad()
     resident = allocated()
-    peak = peak_of(lambda: step(model, batch))
+    workspace = peak_of(lambda: batch @ batch.T) - resident  # PyTorch 2.15 takes it anew for each product
+    peak = peak_of(lambda: step(model, batch)) - workspace
     # Two gathered layers and the buffer of one gather in forward; gradients of one and its reduction in backward.
     assert 2 * LAYER * 4 < peak - resident < 4.5 * LAYER * 4 + 60 * ROWS * WIDTH * DEPTH
     model.set_reshard_after_forward(False)
@@ -293,8 +294,11 @@ def test_a_stage_of_a_pipeline_runs_its_schedule(schedule, number):
             else:
                 run.step()
         sides = 1 if number in (0, 7) else 2
-        votes = found["send"][0] - 8 * sides  # whether shapes are known, asked by PyTorch 2.14
-        assert found["send"] == found["recv"] == (8 * sides + votes, 8 * sides * made.nbytes + 4 * votes)
-        assert votes in (0, sides)
+        for way in ("send", "recv"):
+            calls, sent_bytes = found[way]
+            # Whether shapes are known: stages of PyTorch 2.14 ask both neighbours, those of 2.15 pass it on one way.
+            votes = calls - 8 * sides
+            assert 0 <= votes <= sides
+            assert sent_bytes == 8 * sides * made.nbytes + 4 * votes
         assert all(p.grad.isfinite().all() for p in layer.parameters())
         assert len(losses) == (8 if number == 7 else 0)

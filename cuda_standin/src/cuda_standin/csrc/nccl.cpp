@@ -6,7 +6,8 @@
 //   one holds: it
 //                sends what this rank would send to itself. So a gather repeats this rank's part, a sum is N times it,
 //                an average is it, an exchange of counts and the exchange that follows agree. What comes from a root
-//                that does not exist stays as it is. A receive gets what this rank sends in the same group (a ring),
+//                that does not exist stays as it is, unless this rank is a root in the same group: then the group is
+//                a gather of parts. A receive gets what this rank sends in the same group (a ring),
 //                else zeros. Whole numbers are votes and counts: a receive gets what this rank last sent to that rank
 //                (an answer agrees), else ones, since none would be "no".
 //
@@ -168,6 +169,14 @@ const Operation* sent_for(const Operation& o, const std::vector<Operation>& othe
   return ring;
 }
 
+// What this rank broadcasts in the group of `o`, a broadcast from a rank that does not exist: PyTorch 2.15 gathers a
+// list of tensors so, each rank the root of its own part.
+const char* own_part(const Operation& o, const std::vector<Operation>& others) {
+  for (auto& b : others)
+    if (b.kind == BROADCAST && b.comm == o.comm && b.root == o.comm->rank && b.bytes() == o.bytes()) return b.send;
+  return nullptr;
+}
+
 int run_alone(const Operation& o, const std::vector<Operation>& others) {
   const size_t bytes = o.bytes();
   if (!bytes || bytes > skip_above(o.type)) return ncclSuccess;
@@ -187,8 +196,9 @@ int run_alone(const Operation& o, const std::vector<Operation>& others) {
       for (size_t i = 0; i < bytes; i += bytes_of(o.type)) o.receive[i] = 1;  // little endian: the first byte is the 1
     });
   }
-  const char* own = o.to(o.comm->rank);
-  if (!own || !o.from(o.comm->rank)) return ncclSuccess;
+  const bool broadcast = o.kind == BROADCAST;
+  const char* own = broadcast ? own_part(o, others) : o.to(o.comm->rank);
+  if (!own || !(broadcast || o.from(o.comm->rank))) return ncclSuccess;
   return enqueue(o.stream, [o, own, bytes] {
     if (o.reduces()) return repeat_reduction(o, own);
     std::vector<char> part(own, own + bytes);  // the result may lie over what is sent
