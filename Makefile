@@ -6,7 +6,7 @@ ENVIRONMENT := sh tools/environment.sh
 OTHER_TORCH := tests/test_pytorch_internals.py tests/tracing tests/tape tests/doctor/test_checks.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slowest test-accelerator test-cuda test-other-torch test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps steps compiled claims advice foresight zoo figures clean
+.PHONY: help demo test test-all test-slowest test-accelerator test-cuda test-other-torch test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps steps changing-steps compiled claims advice foresight zoo figures clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ real-steps: .venv/.ready  ## train in loops as people write them, with fit and w
 
 steps: .venv/.ready  ## train kinds of steps: predicted peaks beside counted ones; a quarter of an hour
 	$(BIN)/python benchmarks/true_steps.py
+
+changing-steps: .venv/.ready  ## steps that leave their plan or differ each time: peaks, time; ten minutes
+	$(BIN)/python benchmarks/changing_steps.py
 
 compiled: .venv/.ready  ## compare compiled layers and whole graphs under PyTorch's options and under plans; an hour
 	$(BIN)/python benchmarks/compiled.py

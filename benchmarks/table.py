@@ -22,6 +22,7 @@ import pretend_time_table
 import published_table
 from advice import QUESTIONS
 from advice_text import answer_text, answers_origin
+from changing_steps_table import changes_table, changing_summary, leaves_table
 from compiled_table import compiled_table
 from doctor_table import bugs_table, examples_table, zoo_table
 from foresight_table import (
@@ -49,6 +50,7 @@ from lowtide.doctor import registry
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+CHANGING = ROOT / "docs" / "changing-steps.md"
 HOW_TO = ROOT / "docs" / "how-to"
 MIB = 2**20
 COLUMNS = (
@@ -97,6 +99,11 @@ def main() -> int:
         ),
         Page(HOW_TO / "checkpoint-by-hand.md", "checkpoint", RESULTS / "checkpoint_calls_cpu.jsonl", checkpoint_table),
         Page(HOW_TO / "watch-real-steps.md", "real steps", RESULTS / "real_steps_cpu.jsonl", real_steps_table),
+        Page(
+            ROOT / "docs" / "changing-steps.md", "changing summary", RESULTS / "changing_steps.jsonl", changing_summary
+        ),
+        Page(CHANGING, "changing leaves", RESULTS / "changing_steps.jsonl", leaves_table),
+        Page(CHANGING, "changing changes", RESULTS / "changing_steps.jsonl", changes_table),
         Page(ROOT / "docs" / "steps.md", "steps summary", RESULTS / "true_steps_cpu.jsonl", true_steps_summary),
         Page(ROOT / "docs" / "steps.md", "steps table", RESULTS / "true_steps_cpu.jsonl", true_steps_table),
         Page(ROOT / "docs" / "steps.md", "cuda summary", RESULTS / "true_steps_cuda.jsonl", true_steps_cuda_summary),

@@ -1,13 +1,15 @@
 """Integers at other points: exact where the examples determine them, and never silently guessed."""
 
+import random
+import time
 from fractions import Fraction
-from itertools import product
+from itertools import combinations, product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.quick import examples
 
-from lowtide.shapes.interpolation import Interpolation, solve_exactly
+from lowtide.shapes.interpolation import Interpolation, solve_exactly, value_of
 
 
 def values(function, points):
@@ -113,3 +115,36 @@ def test_a_grid_of_three_by_three_shapes_confirms_any_size_of_three_terms(terms,
     found = Interpolation(points).estimate([size(p) for p in points], asked)
 
     assert (found.value, found.confirmed) == (size(asked), True)
+
+
+def test_floats_rule_out_nothing_that_exact_arithmetic_explains():
+    numbers = random.Random(0)
+    sizes = [1, 2, 3, 4, 7, 16, 48, 96, 512, 4096]
+    for _ in range(examples(100)):
+        num_dimensions = numbers.randint(1, 3)
+        points = list({tuple(numbers.choice(sizes) for _ in range(num_dimensions)) for _ in range(5)})
+        known = Interpolation(points)
+        chosen = numbers.sample(known.monomials, min(len(known.monomials), 2))
+        found = [sum(3 * value_of(m, known.reduced(p)) for m in chosen) for p in points]
+        exact = [
+            sums
+            for sums in combinations(known.monomials, min(2, len(points)))
+            if solve_exactly([[value_of(m, known.reduced(p)) for m in sums] for p in points], found)
+        ]
+
+        assert set(exact) <= set(known.may_explain(min(2, len(points)), tuple(found)))
+
+
+def test_eight_dimensions_are_answered_at_once():
+    # A list of four images has two sizes for each. All sums of three of their 6,561 products would take hours.
+    numbers = random.Random(0)
+    points = [tuple(numbers.randint(24, 80) for _ in range(8)) for _ in range(6)]
+    known = Interpolation(points)
+    at = tuple(range(30, 38))
+    began = time.process_time()
+
+    found = known.estimate([16 * p[0] * p[1] for p in points], at)
+    unknown = known.estimate([p[0] * p[1] + p[2] * p[3] + p[4] * p[5] for p in points], at)
+
+    assert (found.value, found.confirmed, unknown) == (16 * 30 * 31, True, None)
+    assert time.process_time() - began < 2

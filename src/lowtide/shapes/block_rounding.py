@@ -36,7 +36,7 @@ def estimate_in_blocks(
         return Estimate(0, 0, confirmed=len(values) > 1)
     for num_terms in range(1, min(_MOST_TERMS, len(points)) + 1):
         found: list[Fraction] = []
-        for monomials in combinations(interpolation.monomials, num_terms):
+        for monomials in interpolation.may_explain(num_terms, values, within=block_bytes):
             corners = _corners(monomials, points, ranges)
             found += [Polynomial(monomials, corner).at(target) for corner in corners]
         if found:

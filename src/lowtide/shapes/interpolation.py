@@ -11,14 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, product
-from math import prod
+from math import comb, prod
+
+import numpy as np
 
 from lowtide.shapes.dimensions import Vector
 
 _MOST_POWER = 2
-# Sizes have one to three terms. More dimensions have so many products that four terms would take seconds to try.
+# Sizes have one to three terms, each of at most three dimensions.
 _MOST_TERMS = {1: 3, 2: 4}
 _MOST_TERMS_OTHERWISE = 3
+_MOST_DIMENSIONS_OF_A_TERM = 3
+# Of many dimensions (a list of images has two for each) so many sums exist that training would wait for minutes.
+_MOST_TRIED = 4_000
+_ROUNDING = 1e-6  # of the values: what floats leave of values that exact arithmetic may explain
 
 Monomial = tuple[int, ...]  # the power of each dimension
 
@@ -66,10 +72,11 @@ class Interpolation:
         columns = list(zip(*points, strict=True))
         self._varied = [at for at, column in enumerate(columns) if len(set(column)) > 1]
         self.unvaried = {at: column[0] for at, column in enumerate(columns) if len(set(column)) == 1}
-        self.monomials: list[Monomial] = list(product(range(_MOST_POWER + 1), repeat=len(self._varied)))
+        self.monomials = _monomials(len(self._varied))
         self._most_terms = min(_MOST_TERMS.get(len(self._varied), _MOST_TERMS_OTHERWISE), len(self.points))
         self._reduced = [self.reduced(point) for point in self.points]
         self._explanations: dict[tuple[int, ...], list[Polynomial]] = {}
+        self._spans: dict[int, tuple[list[tuple[Monomial, ...]], np.ndarray]] = {}
 
     def reduced(self, point: Vector) -> Vector:
         """``point`` without the dimensions that never varied: what monomials are about."""
@@ -115,11 +122,44 @@ class Interpolation:
         return []
 
     def _with_terms(self, num_terms: int, values: tuple[int, ...]) -> Iterator[Polynomial]:
-        for monomials in combinations(self.monomials, num_terms):
+        for monomials in self.may_explain(num_terms, values):
             rows = [[value_of(m, point) for m in monomials] for point in self._reduced]
             solution = solve_exactly(rows, values)
             if solution is not None:
                 yield Polynomial(monomials, solution)
+
+    def may_explain(
+        self, num_terms: int, values: tuple[int, ...], within: float = 0.0
+    ) -> Iterator[tuple[Monomial, ...]]:
+        """Sums of so many terms that floats do not rule out; ``within``: how far from each value a sum may be."""
+        sums, bases = self._sums_of(num_terms)
+        wanted = np.array(values, dtype=np.float64)
+        rest = wanted - (bases @ (bases.transpose(0, 2, 1) @ wanted)[..., None])[..., 0]
+        least = within * len(values) ** 0.5 + _ROUNDING * np.linalg.norm(wanted)
+        for at in np.flatnonzero(np.linalg.norm(rest, axis=1) <= least):
+            yield sums[at]
+
+    def _sums_of(self, num_terms: int) -> tuple[list[tuple[Monomial, ...]], np.ndarray]:
+        """All sums of so many terms (none where they are too many), and a basis of each one's columns."""
+        if num_terms not in self._spans:
+            few = comb(len(self.monomials), num_terms) <= _MOST_TRIED
+            sums = list(combinations(self.monomials, num_terms)) if few else []
+            column_of = {m: np.array([value_of(m, p) for p in self._reduced], dtype=np.float64) for m in self.monomials}
+            units = {m: column / max(float(np.linalg.norm(column)), 1.0) for m, column in column_of.items()}
+            columns = np.array([[units[m] for m in s] for s in sums]).reshape(len(sums), num_terms, len(self.points))
+            self._spans[num_terms] = sums, np.linalg.qr(columns.transpose(0, 2, 1))[0]
+        return self._spans[num_terms]
+
+
+def _monomials(num_dimensions: int) -> list[Monomial]:
+    found = set()
+    for chosen in combinations(range(num_dimensions), min(num_dimensions, _MOST_DIMENSIONS_OF_A_TERM)):
+        for powers in product(range(_MOST_POWER + 1), repeat=len(chosen)):
+            monomial = [0] * num_dimensions
+            for at, power in zip(chosen, powers):
+                monomial[at] = power
+            found.add(tuple(monomial))
+    return sorted(found)
 
 
 def value_of(monomial: Monomial, point: Vector) -> int:
