@@ -27,9 +27,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def ddp_wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP wrapper around ``model``; None if none is known."""
+    """The DDP wrapper around ``model``; None if none is known.
+
+    Lightning wraps a model that was fitted before: that wrapper shows during its own forward, and its buckets stay.
+    """
     active = DistributedDataParallel._active_ddp_module
     if active is not None and active.module is model:
+        _wrappers[model] = weakref.ref(active)
         return active
     known = _wrappers.get(model)
     return None if known is None else known()
