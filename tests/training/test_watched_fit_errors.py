@@ -321,7 +321,7 @@ def test_what_waits_for_the_planner_is_asked_with_the_lower_budget(model):
     budget = 2 * resident_bytes(model) + 4 * activation_bytes(model, batch_of(256))
     with lowtide.fit(model, budget=budget) as fit:
         model(batch_of()).square().mean().backward()
-        fit._lifecycle.request_plans(waits=True)  # the times of its ops may not be known yet
+        fit._lifecycle.recorded.request_plans(waits=True)  # the times of its ops may not be known yet
         plans_by_shape, lower = fit._lifecycle.plans_by_shape, int(0.9 * budget)
         # As a larger batch that came meanwhile.
         plans_by_shape._next.append((plans_by_shape._asked.shapes, plans_by_shape._asked.request))

@@ -195,7 +195,7 @@ def test_a_watched_loop_gives_the_same_gradients_and_leaves_nothing_behind(loop)
     assert _get_current_dispatch_mode_stack() == []
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert autograd_graph._engine_run_backward.__module__ == "torch.autograd.graph"
-    assert lifecycle._watch is None
+    assert lifecycle.step.watch is None
     written = torch.zeros(1)
     written.add_(1)
     assert written._version == 1, "a dispatch key was left excluded: versions count no more"

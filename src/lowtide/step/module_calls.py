@@ -6,7 +6,8 @@ leaves an ``always_call`` hook's mode on).
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -90,6 +91,16 @@ class _ThreadState:
 
 
 thread_state = _ThreadState()
+
+
+@contextmanager
+def observed_by(observer: CallObserver | None) -> Iterator[None]:
+    """Inside, this thread's calls are told to ``observer``."""
+    outer, thread_state.observer = thread_state.observer, observer
+    try:
+        yield
+    finally:
+        thread_state.observer = outer
 
 
 class ObservedCall:

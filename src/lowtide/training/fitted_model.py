@@ -199,7 +199,7 @@ class Fit:
         self._lifecycle.look_at_seals(waits=True)
         if not self._lifecycle.counters.steps and self._first is None:
             raise LowtideError("no step has been seen yet: nothing is being planned.\nRun a training step first.")
-        self._lifecycle.request_plans(waits=True)
+        self._lifecycle.recorded.request_plans(waits=True)
         self._lifecycle.plans_by_shape.wait(timeout_s)
         return self
 
@@ -223,7 +223,7 @@ class Fit:
         """What really ran so far. Nobody waits for a device."""
         self._lifecycle.settle()
         self._lifecycle.look_at_seals(waits=False)
-        self._lifecycle.request_plans()
+        self._lifecycle.recorded.request_plans()
         counters, plans_by_shape = self._lifecycle.counters, self._lifecycle.plans_by_shape
         why_not = counters.why_not_planned if self._undo else "the fit was removed"
         return Status(

@@ -2,12 +2,15 @@
 
 import weakref
 import zlib
+from collections.abc import Iterable
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.step import module_calls
+from lowtide.step.autograd_leaves import leaves_of
 from lowtide.step.operators import gradient_of
 from lowtide.training.notices import Notices
 from lowtide.training.status import Counters
@@ -63,6 +66,14 @@ class PastTraining:
 
     def _gradients(self) -> list[tuple[int, int]]:
         return [(id(grad), _version(grad)) for p in self.sampled if p is not None for grad in (gradient_of(p),)]
+
+    def trains(self, roots: Iterable[Any]) -> bool:
+        """Whether a backward from ``roots`` reaches parameters of the model."""
+        model = self._model()
+        if model is None:
+            return False
+        parameters = {id(p) for p in model.parameters()}
+        return any(id(leaf) in parameters for leaf in leaves_of(roots))
 
     def has_gradients(self) -> bool:
         """Whether the model has any now, as far as the sample tells: a step that begins adds to them."""

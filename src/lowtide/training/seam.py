@@ -5,12 +5,16 @@ opens or closes meanwhile then pops itself and not ours.
 """
 
 import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.switched_mode import Hooks, insert_hooks, insert_mode, is_on, remove_hooks, remove_mode
+from lowtide.tape.tape import Tape
 
 
 class _Here(threading.local):
@@ -79,10 +83,49 @@ class Seam:
                 self._put_in_place()
 
 
+class ModelSeams:
+    """Those of one model's steps. A model that is dropped in the middle of a step leaves none in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._open: list[Seam] = []
+        self._left_behind: list[Seam] = []  # of steps that are over, in place on threads that are not this one
+        weakref.finalize(model, _close_all, self._open).atexit = False
+
+    def open(self, tape: Tape | OnlineTape) -> Seam:
+        seam = Seam(tape, (tape.pack, tape.unpack))
+        seam.open()
+        self._open.append(seam)
+        return seam
+
+    def close(self, seam: Seam) -> None:
+        """What another thread has in place goes when that thread calls the model next."""
+        seam.close()
+        self._open.remove(seam)
+        if seam.is_elsewhere:
+            self._left_behind.append(seam)
+
+    def close_left_behind(self) -> None:
+        """What steps that are over have left on this thread."""
+        _close_all(self._left_behind)
+        self._left_behind = [seam for seam in self._left_behind if seam.is_elsewhere]
+
+    def others_suspended(self) -> AbstractContextManager[None]:
+        """Inside, what other models have in place here is away: a call of one model is in no other model's step."""
+        return _suspended([seam for seam in _here.seams if seam not in self._open])
+
+    def suspended(self, seams: list[Seam]) -> AbstractContextManager[None]:
+        """Inside, ``seams`` are away, as far as they are on this thread."""
+        return _suspended([seam for seam in seams if seam.is_here])
+
+
 @contextmanager
-def others_suspended(own: list[Seam]) -> Iterator[None]:
-    """Inside, what is open on this thread beside ``own`` is away: a call of one model is in no other model's step."""
+def _suspended(seams: list[Seam]) -> Iterator[None]:
     with ExitStack() as away:
-        for seam in [seam for seam in _here.seams if seam not in own]:
+        for seam in seams:
             away.enter_context(seam.suspended())
         yield
+
+
+def _close_all(seams: list[Seam]) -> None:
+    for seam in seams:
+        seam.close()

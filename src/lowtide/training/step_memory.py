@@ -8,7 +8,6 @@ from lowtide.device.block_size import in_blocks
 from lowtide.device.memory import PeakWindow, allocated_bytes, give_back_peak, peak_not_given_back
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import missing_bytes, tried_bytes
-from lowtide.shapes.call_shapes import CallShape
 from lowtide.step.operators import gradient_of, storage_of
 from lowtide.step.subclasses import plain_tensors
 from lowtide.tape.online.online_tape import OnlineTape
@@ -19,6 +18,7 @@ from lowtide.training.planned_step import PlannedStep
 from lowtide.training.plans_by_shape import PlansByShape
 from lowtide.training.pressure import MemoryPressure
 from lowtide.training.reserved_memory import ReservedMemory
+from lowtide.training.running_step import RunningStep
 from lowtide.training.status import Counters
 from lowtide.units import format_bytes
 
@@ -290,28 +290,24 @@ class StepMemory:
         self,
         error: BaseException,
         attempt: int,
-        step: PlannedStep | None,
-        watch: OnlineTape | None,
-        shape: CallShape | None,
+        step: RunningStep,
     ) -> int | None:
         """A step ran out of memory: the budget is lower from now on.
 
         Args:
             attempt: How often this step was lowered before.
-            step, watch: What it ran under.
-            shape: Of its first call.
 
         Returns:
             The budget in bytes; None: it was the least already, and stays.
         """
         budget = self._budget
         used = budget.limit_bytes
-        if step is not None:
-            used = step.plan.predicted_peak_bytes
-        elif watch is not None:
-            used = budget.resident_bytes + watch.live.now + tried_bytes(error)
+        if step.planned is not None:
+            used = step.planned.plan.predicted_peak_bytes
+        elif step.watch is not None:
+            used = budget.resident_bytes + step.watch.live.now + tried_bytes(error)
         lowered = budget.lower(used, missing_bytes(error, budget.device), attempt)
-        least = None if shape is None else self._plans_by_shape.least_bytes.get(shape)
+        least = self._plans_by_shape.least_bytes.get(step.shapes[0]) if step.shapes else None
         if least is not None:
             lowered = max(lowered, least)
         if not budget.resident_bytes < lowered < budget.limit_bytes:
@@ -333,12 +329,12 @@ class StepMemory:
         """What a step under this plan leaves of the budget; 0 without one: nobody knows."""
         return 0 if step is None else self._budget.limit_bytes - step.plan.predicted_peak_bytes
 
-    def what_held(self, step: PlannedStep | None, watch: OnlineTape | None) -> str:
+    def what_held(self, step: RunningStep) -> str:
         """What a step holds, by module, for whoever reads the error that ended it; "" if nobody knows."""
-        if watch is not None:
+        if (watch := step.watch) is not None:
             held = held_now(self._budget.resident_bytes + self._budget.batch_bytes, watch.live.by_module())
             return f"{held}\n{_NOTHING_FITS}" if watch.releaser.ran_short else held
-        return "" if step is None else held_by_plan(step.plan)
+        return "" if step.planned is None else held_by_plan(step.planned.plan)
 
     def follow_free_memory(self, model: nn.Module) -> None:
         """Between two steps: an automatic budget moves with what others leave."""
