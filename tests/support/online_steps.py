@@ -13,11 +13,11 @@ from torch import nn
 
 from lowtide.step import module_calls
 from lowtide.step.batches import call_of
+from lowtide.step.seam import Seam
 from lowtide.tape.online.online_calls import KnownCalls
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tracing.tracer import run_step
-from lowtide.training.seam import Seam
 from lowtide.training.watched_step import WatchedStep
 
 
@@ -25,7 +25,7 @@ from lowtide.training.watched_step import WatchedStep
 def under(tape: OnlineTape, model: nn.Module) -> Iterator[None]:
     """Everything that runs inside is one step of ``model`` under ``tape``."""
     undo = module_calls.install(model, model._call_impl)
-    seam = Seam(tape, (tape.pack, tape.unpack))
+    seam = Seam(tape)
     state = module_calls.thread_state
     try:
         tape.begin_step()

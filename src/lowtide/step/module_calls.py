@@ -89,18 +89,17 @@ class _ThreadState:
     def fitted_calls(self, count: int) -> None:
         self._of_this_thread().fitted_calls = count
 
+    @contextmanager
+    def observed_by(self, observer: CallObserver | None) -> Iterator[None]:
+        """Inside, this thread's calls are told to ``observer``; None: to nobody."""
+        outer, self.observer = self.observer, observer
+        try:
+            yield
+        finally:
+            self.observer = outer
+
 
 thread_state = _ThreadState()
-
-
-@contextmanager
-def observed_by(observer: CallObserver | None) -> Iterator[None]:
-    """Inside, this thread's calls are told to ``observer``."""
-    outer, thread_state.observer = thread_state.observer, observer
-    try:
-        yield
-    finally:
-        thread_state.observer = outer
 
 
 class ObservedCall:
@@ -141,11 +140,8 @@ class CompiledCall:
         observer = thread_state.observer
         if observer is None:
             return run()
-        thread_state.observer = None
-        try:
+        with thread_state.observed_by(None):
             return observer.opaque(self.path, module, run, list(tensors_in((args, kwargs))))
-        finally:
-            thread_state.observer = observer
 
 
 def is_lowtide_call(call: Any) -> bool:

@@ -323,10 +323,9 @@ class WholeCall:
         try:
             if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
                 return call(*args, **kwargs)
-            self._thread_state.observer = None  # the calls inside are nobody's
-            return observer.function(ObservedModuleCall(module, args, kwargs, self._compiled))
+            with self._thread_state.observed_by(None):  # the calls inside are nobody's
+                return observer.function(ObservedModuleCall(module, args, kwargs, self._compiled))
         finally:
-            self._thread_state.observer = observer
             observer.leave()
 
     @property
@@ -335,11 +334,8 @@ class WholeCall:
 
     def _unplanned(self, observer: Any, module: nn.Module, run: Callable[[], Any], given: Any) -> Any:
         """Compiled code whose parameters come and go: what it stores is saved."""
-        self._thread_state.observer = None
-        try:
+        with self._thread_state.observed_by(None):
             return observer.opaque(self.path, module, run, list(tensors_in(given)))
-        finally:
-            self._thread_state.observer = observer
 
 
 def is_scripted(module: nn.Module) -> bool:

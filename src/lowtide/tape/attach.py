@@ -16,12 +16,12 @@ from lowtide.recording import sharding as sharding_recording
 from lowtide.step import backward_entry, module_calls
 from lowtide.step.data_parallel import unwrapped
 from lowtide.step.restore import check_can_be_rehearsed
+from lowtide.step.seam import is_on
 from lowtide.step.whole_modules import called_whole
 from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.program import TapedCall, program_of
-from lowtide.tape.switched_mode import is_on
 from lowtide.tape.tape import Counts, Tape
 from lowtide.tracing.model_facts import ModelFacts
 

@@ -41,6 +41,7 @@ from lowtide.step.operators import (
     written_arguments,
     written_tensors,
 )
+from lowtide.step.seam import SwitchedMode
 from lowtide.step.sharding.observer import PauseDuringSharding
 from lowtide.step.storage_bits import Seal, SealsOnDevice, seals_on, sum_of_words
 from lowtide.step.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
@@ -52,7 +53,6 @@ from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.program import PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import recipes_of, replay_readers, unpacked
-from lowtide.tape.switched_mode import SwitchedMode
 from lowtide.tape.values import (
     MARK,
     Kept,

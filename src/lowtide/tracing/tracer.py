@@ -207,7 +207,6 @@ def _record_step(
         for name, p in model.named_parameters()
         if p.requires_grad
     ]
-    before = module_calls.thread_state.observer
 
     def run() -> tuple[torch.Tensor, Any]:
         with builder.resumed():
@@ -216,8 +215,7 @@ def _record_step(
     try:
         add_residents(recorder, model, batch)
         recorder.observe_sharding(model)
-        module_calls.thread_state.observer = recorder
-        with torch.enable_grad(), recorder:
+        with module_calls.thread_state.observed_by(recorder), torch.enable_grad(), recorder:
             with telling_apart(), torch.autograd.graph.saved_tensors_hooks(recorder.hooks.pack, recorder.hooks.unpack):
                 with builder.paused():
                     loss, output = forward(run)
@@ -232,7 +230,6 @@ def _record_step(
         recorder.note_gradients(model)
         del loss, output
     finally:
-        module_calls.thread_state.observer = before
         # An error in backward must not skip this: the nodes hold the graph, which holds the model.
         recorder.stop()
         undo()

@@ -29,6 +29,7 @@ from lowtide.planning.planner_process import PlannerProcess
 from lowtide.shapes.call_shapes import CallShape, shape_of_call
 from lowtide.step import module_calls, whole_modules
 from lowtide.step.other_hooks import hooks_of_others
+from lowtide.step.seam import ModelSeams
 from lowtide.step.sharding.units import is_gathered_once
 from lowtide.tape import attach
 from lowtide.tape.online.online_calls import KnownCalls
@@ -47,7 +48,6 @@ from lowtide.training.planned_step import PlannedStep, num_nodes
 from lowtide.training.plans_by_shape import PlansByShape
 from lowtide.training.recorded_steps import RecordedSteps
 from lowtide.training.running_step import Phase, RunningStep
-from lowtide.training.seam import ModelSeams
 from lowtide.training.shared_tiers import SharedTiers
 from lowtide.training.status import Counters
 from lowtide.training.step_memory import StepMemory
@@ -233,7 +233,7 @@ class Lifecycle:
     def _observed(self, tape: Tape | OnlineTape) -> Iterator[None]:
         """The model's call inside a step that is taped as a whole."""
         step = self.step
-        with module_calls.observed_by(tape):
+        with module_calls.thread_state.observed_by(tape):
             tape.enter("")
             try:
                 with _Call(self, len(step.shapes) - 1):

@@ -10,10 +10,10 @@ from enum import Enum, auto
 from typing import Any
 
 from lowtide.shapes.call_shapes import CallShape
+from lowtide.step.seam import Seam
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.training.call_marks import calls_reached, reaches_any
 from lowtide.training.planned_step import PlannedStep
-from lowtide.training.seam import Seam
 
 
 class Phase(Enum):

@@ -59,13 +59,11 @@ class DroppingTape(OnlineTape):
     def around(self) -> Iterator[None]:
         """Inside, ops are seen and what autograd stores is dropped."""
         state = module_calls.thread_state
-        outer, state.observer = state.observer, self
         stop_seeing_functions = function_calls.install(state)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack), self:
+            with state.observed_by(self), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack), self:
                 yield
         finally:
-            state.observer = outer
             stop_seeing_functions()
             self._forget_living()
 

@@ -25,7 +25,7 @@ from torch._C import _len_torch_dispatch_stack as num_modes
 from torch._C import _storage_Use_Count as use_count
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.device.dispatch import NOTHING, UncompiledMode
+from lowtide.device.dispatch import NOTHING
 from lowtide.device.generators import state_bytes
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
@@ -53,6 +53,7 @@ from lowtide.step.operators import (
     written_tensors,
 )
 from lowtide.step.other_hooks import CHECKPOINT, hooks_of_others
+from lowtide.step.seam import HookedMode, insert_mode, is_on, remove_mode
 from lowtide.step.sharding.observer import PauseDuringSharding, ShardingObserver
 from lowtide.step.sharding.windows import NO_WINDOWS, OpenWindows
 from lowtide.step.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
@@ -74,7 +75,6 @@ from lowtide.tape.online.release import ATTEMPTS, Releaser
 from lowtide.tape.online.replays import chain_of
 from lowtide.tape.online.room import ExpectedBytes, Key, Need
 from lowtide.tape.online.sharding import OnlineSharding, copy_before_write, is_closed, read_copies
-from lowtide.tape.switched_mode import insert_mode, is_on, remove_mode
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
 
 _OUT_OF_MEMORY = object()
@@ -82,7 +82,7 @@ _OWN_REFERENCES = 2  # to a storage that one tensor has: the tensor's, and the s
 _OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
 
 
-class OnlineTape(UncompiledMode):
+class OnlineTape(HookedMode):
     """Watches one step of one model at a time.
 
     Attributes:
