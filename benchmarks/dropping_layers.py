@@ -84,7 +84,7 @@ def _fitted(model: nn.Module, x: torch.Tensor, num_layers: int) -> lowtide.Fit:
 
 
 def _fitted_ms(fit: lowtide.Fit, x: torch.Tensor, steps: int) -> float:
-    undo = backward_entry.observe(fit._lifecycle)
+    undo = backward_entry.observe(fit._call)
     try:
         return _step_ms(fit.model, x, steps)
     finally:

@@ -201,11 +201,11 @@ def suspended(model: nn.Module) -> Iterator[None]:
         yield
         return
     calls = [(m, m._compiled_call_impl) for m in model.modules() if module_calls.is_lowtide_call(m._compiled_call_impl)]
-    lifecycle = model._compiled_call_impl
+    own_call = model._compiled_call_impl
     for module, call in calls:
         module._compiled_call_impl = getattr(call, "before", None)
     try:
-        with getattr(lifecycle, "paused", nullcontext)():
+        with getattr(own_call, "paused", nullcontext)():
             yield
     finally:
         for module, call in calls:

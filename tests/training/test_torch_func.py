@@ -6,7 +6,7 @@ from support.watched_training import Layered, batch_of
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, vjp, vmap
 
 import lowtide
-from lowtide.tape import forbidden_hooks
+from lowtide.step import seam
 from lowtide.training.past_training import _MANY_CALLS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,7 +76,7 @@ def test_transforms_beside_a_planned_step_run_as_plain(inside, between):
 
 
 def test_with_hooks_in_place_transforms_would_fail(monkeypatch):
-    monkeypatch.setattr(forbidden_hooks, "_is_ours", lambda pack: False)
+    monkeypatch.setattr(seam, "_is_ours", lambda pack: False)
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
         trained(with_grad, budget="70%", between=True)
 

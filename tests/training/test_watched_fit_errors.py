@@ -294,7 +294,7 @@ def test_writes_through_data_that_no_version_counts_are_found_within_sixteen_ste
 def test_a_call_that_fails_under_a_plan_of_the_whole_step_leaves_nothing_in_place(guarded, monkeypatch):
     monkeypatch.setattr(PlannedStep, "needs_whole_step", True)
     if not guarded:
-        monkeypatch.setattr(Lifecycle, "_leave_plan", lambda self, failed=False: None)
+        monkeypatch.setattr(Lifecycle, "leave_plan", lambda self, failed=False: None)
     model = nn.Sequential(Shifted(), Shifted())
     with lowtide.fit(model, batch_of(), method="full"):
         hook = model[1].register_forward_hook(lambda *_: [][0])

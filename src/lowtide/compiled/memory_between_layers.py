@@ -20,7 +20,7 @@ from lowtide.compiled.choice import BACKWARD, BETWEEN, FORWARD, Moment, called
 from lowtide.device.memory import PeakCounter
 from lowtide.measurement.allocator import measuring
 from lowtide.step import backward_entry
-from lowtide.step.module_calls import never_compiled
+from lowtide.step.node_hooks import call_around
 
 
 class MemoryBetweenLayers:
@@ -107,7 +107,6 @@ class MemoryBetweenLayers:
     def _follow(self, node: Any, layer: str, memory: VariantMemory) -> None:
         zeros = 0
 
-        @never_compiled
         def begin(gradients: Any) -> None:
             nonlocal zeros
             if self._stopped:
@@ -121,7 +120,6 @@ class MemoryBetweenLayers:
             self._begun = True
             self._start()
 
-        @never_compiled
         def end(made: Any, gradients: Any) -> None:
             if self._stopped:
                 return
@@ -135,8 +133,7 @@ class MemoryBetweenLayers:
             self._stored -= memory.stored_bytes
             self._start()
 
-        node.register_prehook(begin)
-        node.register_hook(end)
+        call_around(node, begin, end)
 
     def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
         """The hooks of the layers tell the rest."""

@@ -20,6 +20,7 @@ from torch._C import _storage_Use_Count as storage_use_count
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 
 from lowtide.step.module_calls import never_compiled
+from lowtide.step.node_hooks import call_around
 
 _aten = torch.ops.aten
 _KERNELS = {  # by autograd node: the kernel, and what it calls the tensor that it writes
@@ -66,16 +67,13 @@ class SoftmaxGradients(TorchDispatchMode):
     def follow(self, node: Any) -> None:
         """Be on while ``node`` runs. Where it fails the engine takes the mode off."""
 
-        @never_compiled
         def begin(gradients: Any) -> None:
             _push_mode(self)
 
-        @never_compiled
         def end(made: Any, gradients: Any) -> None:
             _pop_mode()
 
-        node.register_prehook(begin)
-        node.register_hook(end)
+        call_around(node, begin, end)
 
     def _softmaxes(self, roots: Iterable[Any]) -> list[Any]:
         """Their nodes; none where there is no compiled layer behind them."""

@@ -20,7 +20,6 @@ _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("transcendental", ("gelu", "silu", "exp", "exp2", "expm1", "tanh", "sigmoid", "erf", "log", "log1p", "log2", "pow",
                         "sin", "cos", "softplus", "mish", "elu", "logsigmoid", "hardswish", "atan2", "logaddexp")),
 )  # fmt: skip
-CLASSES = tuple(dict.fromkeys(name for name, _ in _WORDS))
 COMPUTE = ("attention", "conv", "matmul")
 
 

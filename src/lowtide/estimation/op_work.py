@@ -24,7 +24,7 @@ class Work:
     """What one call does.
 
     Attributes:
-        kind: Its class, of ``op_classes.CLASSES``.
+        kind: Its class; see ``op_classes.class_of``.
         dtype: Of its largest floating-point tensor; ``float32`` where it has none.
         flops: 0 where the op is none that the registry counts.
         read_bytes: Of the tensors that it is given; an expanded dimension counts once, a gather reads what it makes.

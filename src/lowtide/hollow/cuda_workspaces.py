@@ -67,7 +67,7 @@ def _is_taken_by_blas(matrix: torch.Tensor) -> bool:
 # -- reductions
 
 
-def _reduction(accumulator_bytes: int | None = 4, *, dims_at: int | None = None, cast_at: int | None = None) -> Rule:
+def _reduction(accumulator_bytes: int | None = 4, *, dims_at: int | None = None) -> Rule:
     """A reduction of the first argument; ``accumulator_bytes`` None: as the input's elements."""
 
     def rule(args: tuple, target: TargetDevice) -> int:

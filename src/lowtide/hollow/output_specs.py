@@ -48,7 +48,6 @@ class OutputSpecs:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.misses = 0
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, OutputSpec | None] = {}  # None: depends on values
 
@@ -64,7 +63,6 @@ class OutputSpecs:
         except TypeError:  # an argument that has no hash
             signature, known = (), False
         if not known:
-            self.misses += 1
             try:
                 found = self._ask(func, args, kwargs)
             except Exception as error:

@@ -21,7 +21,7 @@ from lowtide.recording.graph_builder import GraphBuilder
 from lowtide.recording.live_storages import LiveStorages
 from lowtide.step.autograd_leaves import nodes_since
 from lowtide.step.batches import batch_tensors
-from lowtide.step.module_calls import never_compiled
+from lowtide.step.node_hooks import call_around
 from lowtide.step.operators import fingerprint
 from lowtide.step.restore import preserve_training_state
 
@@ -76,20 +76,17 @@ class CompiledRegions:
         """When backward comes to ``node``, record it as one op."""
         op: CompiledOp | None = None
 
-        @never_compiled
         def begin(gradients: Any) -> None:
             nonlocal op
             op = CompiledOp(self._builder, self._live, self._device, ())
             op.running.enter_context(self._builder.ignoring_ops())
             self.open_in_backward.callback(op.running.close)
 
-        @never_compiled
         def end(made: Any, gradients: Any) -> None:
             assert op is not None
             op.finish([t for t in made if t is not None])
 
-        node.register_prehook(begin)
-        node.register_hook(end)
+        call_around(node, begin, end)
 
 
 def _warm_up(module: nn.Module, run: Callable[[], Any]) -> None:

@@ -42,7 +42,7 @@ from lowtide.step.function_calls import (
     why_not_same,
 )
 from lowtide.step.kinds_of_calls import KnownKinds
-from lowtide.step.module_calls import never_compiled
+from lowtide.step.node_hooks import call_around
 from lowtide.step.operators import UNINITIALISED, fingerprint, is_wrapper_type, storage_of, tensors_in
 
 _RUNS, _RUNS_S = 3, 0.2  # so often is a call run again for its time, within so many seconds
@@ -339,7 +339,6 @@ class CallsAsOne:
         stored, open_in_backward = self.stored, self._open_in_backward
         op: CompiledOp | None = None
 
-        @never_compiled
         def begin(gradients: Any) -> None:
             nonlocal op
             op = None
@@ -352,7 +351,6 @@ class CallsAsOne:
             open_in_backward.callback(op.running.close)
             stored.given = None if looks else op.measure_anew
 
-        @never_compiled
         def end(made: Any, gradients: Any) -> None:
             if op is None:
                 return
@@ -369,5 +367,4 @@ class CallsAsOne:
             op.finish(list(tensors_in(made)), outside_s=stored.inspecting_s)
             note_made(op.makes)
 
-        node.register_prehook(begin)
-        node.register_hook(end)
+        call_around(node, begin, end)

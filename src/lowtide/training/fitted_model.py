@@ -27,6 +27,7 @@ from lowtide.step.whole_modules import called_whole
 from lowtide.tracing.model_facts import ModelFacts
 from lowtide.tracing.tracer import Step
 from lowtide.training.budget import StepBudget
+from lowtide.training.fitted_call import FittedCall
 from lowtide.training.lifecycle import Lifecycle
 from lowtide.training.notices import Notices
 from lowtide.training.planned_step import PlannedStep
@@ -71,6 +72,7 @@ class Fit:
             self._reasons.say(values_off.REASON)
         tiers = SharedTiers(facts.device.type, options.offload, capacities, self._reasons.say)
         self._lifecycle = Lifecycle(facts, options, self._budget, self._planner, tiers, self._reasons)
+        self._call = FittedCall(facts, options, self._lifecycle, self._reasons)
         self._recovery = Recovery(model, self._budget, self._lifecycle)
         self._rehearsal = Rehearsal(model, options, self._budget, tiers, self._reasons)
         called = ExitStack()
@@ -104,8 +106,8 @@ class Fit:
         self._undo: list[Any] = [
             called.close,
             unprepare,
-            backward_entry.observe(self._lifecycle),
-            module_calls.install(model, self._lifecycle),
+            backward_entry.observe(self._call),
+            module_calls.install(model, self._call),
             self._budget.optimizers.observe(),
         ]
 
@@ -337,7 +339,7 @@ class Fit:
                 Without it a batch of another size shows only by its ops, and runs online.
         """
         call = Call((), {}) if batch is None else call_of(batch)
-        return step_region(self._lifecycle, self.model, call, self._first)
+        return step_region(self._call, self._lifecycle, self.model, call, self._first)
 
     def remove(self) -> None:
         """Detach: the model is as it was before ``fit``. Safe to call twice, and between forward and backward."""

@@ -33,14 +33,10 @@ _SAMPLED = 8  # parameters whose gradients tell that somebody trains the model
 
 
 class PastTraining:
-    """Notices backward passes that no call of ``model`` led to, and tells.
+    """Notices backward passes that no call of ``model`` led to, and tells."""
 
-    Args:
-        own_call: What the model's call is replaced by while it is fitted.
-    """
-
-    def __init__(self, model: nn.Module, own_call: object, counters: Counters, reasons: Notices) -> None:
-        self._model, self._own_call = weakref.ref(model), weakref.ref(own_call)
+    def __init__(self, model: nn.Module, counters: Counters, reasons: Notices) -> None:
+        self._model = weakref.ref(model)
         self._counters, self._reasons = counters, reasons
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._sampled = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // _SAMPLED)]]
@@ -111,15 +107,15 @@ class PastTraining:
             self._counters.why_not_planned = _ONLY_OTHERS
             self._reasons.say(_ONLY_OTHERS)
 
-    def note_unseen_step(self) -> None:
-        """The model got gradients, and no call of it was seen."""
+    def note_unseen_step(self, own_call: object) -> None:
+        """The model got gradients, and no call of it was seen, whose own call is ``own_call`` while it is fitted."""
         self._counters.steps += 1
         why, model = "its forward() was called directly, or parts of it were, or a replica", self._model()
         if model is None:
             why = "the model is gone"
         elif module_calls.is_compiled(model):
             why = "it was compiled after fit"
-        elif model._compiled_call_impl is not self._own_call():
+        elif model._compiled_call_impl is not own_call:
             why = "something has replaced the model's call since fit"
         self._counters.why_not_planned = f"lowtide did not see it: {why}"
         self._reasons.say(

@@ -15,6 +15,11 @@ from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.training.call_marks import calls_reached, reaches_any
 from lowtide.training.planned_step import PlannedStep
 
+_RAN_OTHER_OPS_UNSEEN = (
+    "a step ran other ops than its plan where that keeps everything, which shows only at the end: it may have taken "
+    "more than the budget. Ops of such plans are followed one by one from now on"
+)
+
 
 class Phase(Enum):
     """Where a step is. Backward may come before the last call, as in a pipeline."""
@@ -97,6 +102,11 @@ class RunningStep:
         shape = shape.of_training(self.trained) if self.trained else shape
         return shape.with_gradients() if self.has_gradients else shape
 
+    @property
+    def position(self) -> int:
+        """In the step, of the last call."""
+        return len(self.shapes) - 1
+
     def begin_call(self) -> None:
         """The model runs: calls of it inside are part of this one."""
         self.phase = Phase.FORWARD
@@ -169,3 +179,20 @@ class RunningStep:
         planned = self.planned
         if planned is not None and self.watch is None and 0 < len(planned.shapes) < len(self.shapes):
             self.has_more_calls |= len(calls_reached(roots, self.nodes)) > len(planned.shapes)
+
+    # -- the end --------------------------------------------------------------------------------------------
+
+    @property
+    def why_unlike_plan(self) -> str:
+        """What shows only at the end: in which way it was not as planned; "" if it was, or has left the plan."""
+        planned = self.planned
+        if planned is None or self.watch is not None or not planned.shapes:
+            return ""
+        if planned.makes_other_nodes(self.made_nodes):
+            return _RAN_OTHER_OPS_UNSEEN
+        if self.has_more_calls:
+            return (
+                f"a step ran {len(self.shapes)} calls of the model, and its plan is for {len(planned.shapes)}: it "
+                "may have taken more than the budget, and is planned again"
+            )
+        return ""

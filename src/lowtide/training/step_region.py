@@ -12,19 +12,22 @@ from lowtide.step import module_calls
 from lowtide.step.batches import Call
 from lowtide.step.function_calls import ObservedFunctionCall
 from lowtide.tape import attach
+from lowtide.training.fitted_call import FittedCall
 from lowtide.training.lifecycle import Lifecycle
 from lowtide.training.planned_step import PlannedStep
 
 
 @contextmanager
-def step_region(lifecycle: Lifecycle, model: nn.Module, call: Call, first: PlannedStep | None) -> Iterator[None]:
+def step_region(
+    fitted: FittedCall, lifecycle: Lifecycle, model: nn.Module, call: Call, first: PlannedStep | None
+) -> Iterator[None]:
     """Surround a part of the loop; ``first`` is the plan of a fit that was given a batch."""
     if first is None:
-        region = _Region(lifecycle, model, call)
-        with lifecycle.in_region(region.end_part), region:
+        region = _Region(fitted, model, call)
+        with fitted.in_region(region.end_part), region:
             yield
         return
-    with lifecycle.in_region(_go_on), ExitStack() as taped:
+    with fitted.in_region(_go_on), ExitStack() as taped:
         if not first.shapes and not first.keeps_everything:  # else the model's own calls do what is to be done
             lifecycle.begin_uncalled(first)
             taped.enter_context(attach.TapedRegion(first.tape, first.tape.program.root, whole_step=True))
@@ -41,8 +44,8 @@ class _Region:
     So what an optimizer does between two backwards is no part of a step. Between two parts it is the thread's observer.
     """
 
-    def __init__(self, lifecycle: Lifecycle, model: nn.Module, call: Call) -> None:
-        self._lifecycle, self._model, self._call = lifecycle, model, call
+    def __init__(self, fitted: FittedCall, model: nn.Module, call: Call) -> None:
+        self._fitted, self._model, self._call = fitted, model, call
         self._num_parts = 0
         self._around: AbstractContextManager[None] | None = None  # of the part that runs
         self._entered: list[module_calls.CallObserver | None] = []  # who was told of the calls that began between parts
@@ -60,7 +63,7 @@ class _Region:
     def _begin_part(self) -> None:
         args = (f"part {self._num_parts} of a region", *self._call.args)
         module_calls.thread_state.observer = None
-        self._around = self._lifecycle.around(self._model, args, self._call.kwargs)
+        self._around = self._fitted.around(self._model, args, self._call.kwargs)
         self._around.__enter__()
         self._num_parts += 1
 
@@ -68,7 +71,7 @@ class _Region:
         around, self._around = self._around, None
         if around is not None:
             around.__exit__(*(failure or (None, None, None)))
-            self._lifecycle.note_region()
+            self._fitted.note_region()
 
     def end_part(self) -> None:
         """Backward begins."""

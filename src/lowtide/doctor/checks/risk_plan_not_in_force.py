@@ -26,13 +26,13 @@ CHECK = Check(
 
 def find(setup: StepUnderTest) -> Finding | None:
     for model in (setup.wrapper, setup.model):
-        lifecycle: Any = model._compiled_call_impl
-        counters = getattr(lifecycle, "counters", None)
+        own_call: Any = model._compiled_call_impl
+        counters = getattr(own_call, "counters", None)
         if counters is not None and counters.steps and counters.why_not_planned:
             return CHECK.found(
                 f"{counters.planned_steps} of {counters.steps} steps ran under a plan; the last one did not: "
                 f"{counters.why_not_planned}",
-                gain=_gain(setup, lifecycle.options),
+                gain=_gain(setup, own_call.options),
             )
     return None
 
