@@ -8,9 +8,9 @@ A plan may let an op run more often; ``replay.py`` says which of its replays is 
 """
 
 import weakref
-from collections.abc import Callable, Container, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple, Self
+from collections.abc import Container, Sequence
+from functools import partial
+from typing import Any, Self
 
 from torch import Tensor
 from torch._C import _current_graph_task_id as graph_task
@@ -23,13 +23,13 @@ from lowtide.step import optimizer_steps
 from lowtide.step.execution_state import ExecutionState, GeneratorState
 from lowtide.step.operators import omitted_in_replay, storage_of, tensors_in
 from lowtide.step.storage_bits import changed_unseen, has_seal
+from lowtide.tape.completions import Completion, OwnOutput
 from lowtide.tape.program import TapedOp
 from lowtide.tape.values import (
     GatheredView,
     Kept,
     Value,
     View,
-    ViewSpec,
     gathered_view,
     placeholder_for,
     sharing_version,
@@ -49,7 +49,7 @@ class Recipe(Value):
     """
 
     __slots__ = (
-        "_inplace_ops", "args", "inputs", "kwargs", "number", "op", "outputs", "rng", "transient_replays",
+        "_completions", "args", "inputs", "kwargs", "number", "op", "outputs", "rng", "transient_replays",
     )  # fmt: skip
 
     def __init__(self, number: int, op: TapedOp, args: Sequence[Any], kwargs: dict, run: ExecutionState) -> None:
@@ -58,7 +58,7 @@ class Recipe(Value):
         self.tensor = None
         self.outputs: Sequence[weakref.ref[Value]] | None = None
         self.rng: GeneratorState | GeneratorStates | None = None
-        self._inplace_ops: tuple[_InplaceOp, ...] = ()
+        self._completions: tuple[Completion, ...] = ()
         if op.may_skip_arguments and (skipped := omitted_in_replay(op.func, tuple(args))):
             args = [None if i in skipped else a for i, a in enumerate(args)]
         inputs: tuple[Value, ...] = ()
@@ -97,7 +97,7 @@ class Recipe(Value):
 
     def make_final(self) -> None:
         self.args = self.kwargs = None
-        self.inputs = self._inplace_ops = ()
+        self.inputs = self._completions = ()
 
     def values(self) -> list[Value]:
         """The Values of its dropped outputs that still live."""
@@ -108,10 +108,12 @@ class Recipe(Value):
     def extend(self, func: Any, args: tuple, kwargs: dict, value: Value, rng: GeneratorState | None) -> None:
         """Add an in-place op on ``value``, this recipe's own output."""
         inputs, run = list(self.inputs), self.run
-        positional = [_OwnOutput(value, a) if _same_storage(a, args[0]) else _stored(a, run, inputs) for a in args]
+        positional = [
+            OwnOutput(a, value.output) if _same_storage(a, args[0]) else _stored(a, run, inputs) for a in args
+        ]
         named = {k: _stored(v, run, inputs) for k, v in kwargs.items()}
         self.inputs = tuple(inputs)
-        self._inplace_ops = (*self._inplace_ops, _InplaceOp(func, positional, named, rng))
+        self._completions = (*self._completions, Completion(func, positional, named, rng))
         value.output_ref = lambda: None  # the op may have changed the tensor's metadata (``t_``)
 
     def holds_dropped(self, num_inputs: int) -> bool:
@@ -127,8 +129,8 @@ class Recipe(Value):
 
     def reads(self, storage: Any) -> bool:
         """Whether it holds a kept tensor over ``storage`` for its replay."""
-        inplace = [(op.args, list(op.kwargs.values())) for op in self._inplace_ops]
-        todo: list[Any] = [self.args, list((self.kwargs or {}).values()), inplace]
+        completions = [(c.args, list(c.kwargs.values())) for c in self._completions]
+        todo: list[Any] = [self.args, list((self.kwargs or {}).values()), completions]
         while todo:
             argument = todo.pop()
             if isinstance(argument, (list, tuple)):
@@ -186,8 +188,8 @@ class Recipe(Value):
         else:
             with self.rng.restored():
                 result = self.op.kernel(*args, **kwargs)
-        for inplace in self._inplace_ops:
-            inplace.run(result, self.resolve)
+        for completion in self._completions:
+            completion.run(partial(nth_tensor, result), self.resolve)
         del args, kwargs
         argument = None
         final = wanted is None and not keep
@@ -268,30 +270,6 @@ def _not_gathered(recipe: Recipe, argument: GatheredView, why: str) -> ReplayErr
         f"{list(argument.parameter.ds_shape)} that it read was {why} afterwards (by ZeRO-3, or an optimizer's step).\n"
         "Run backward from what the module returned, through all of it, before the optimizer's step."
     )
-
-
-class _InplaceOp(NamedTuple):
-    """An in-place op that completes a recipe's own output."""
-
-    func: Any
-    args: list[Any]
-    kwargs: dict[str, Any]
-    rng: GeneratorState | None
-
-    def run(self, result: Any, resolve: Callable[[Any], Any]) -> None:
-        args = [a.view_of(nth_tensor(result, a.output)) if type(a) is _OwnOutput else resolve(a) for a in self.args]
-        with nullcontext() if self.rng is None else self.rng.restored():
-            self.func(*args, **{k: resolve(v) for k, v in self.kwargs.items()})
-
-
-class _OwnOutput(ViewSpec):
-    """A recipe's own output as an argument of its in-place op. Holds no Value: that would be a cycle."""
-
-    __slots__ = ("output",)
-
-    def __init__(self, value: Value, tensor: Tensor) -> None:
-        super().__init__(tensor)
-        self.output = value.output
 
 
 def _stored(argument: Any, run: ExecutionState, inputs: list[Value]) -> Any:

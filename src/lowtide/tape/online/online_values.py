@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from lowtide.step import optimizer_steps
 from lowtide.step.execution_state import ExecutionState, GeneratorState
 from lowtide.step.operators import allocated_bytes, omitted_in_replay, storage_of, tensors_in
 from lowtide.step.sharding.windows import NO_WINDOWS
+from lowtide.tape.completions import Completion, OwnOutput
 from lowtide.tape.online.room import ExpectedBytes, Key, key_of
 from lowtide.tape.values import GatheredView, Kept, ViewSpec, gathered_view, sharing_version
 
@@ -193,7 +194,7 @@ class Recipe:
     outside: tuple[Kept, ...] = ()
     gathered: tuple[Kept | GatheredView, ...] = ()
     outputs: tuple[tuple[int, weakref.ref[StoredValue]], ...] = ()
-    _completions: tuple[_Completion, ...] = ()
+    _completions: tuple[Completion, ...] = ()
     place: tuple[str, int] | None = None
     _written = False
     _expected: ExpectedBytes | None = None
@@ -240,10 +241,10 @@ class Recipe:
         """Add an in-place op on the output at ``position``. Raises: UnreadableError: an argument cannot be named."""
         own = storage_of(args[0])
         stored = [
-            _OwnOutput(a, position) if isinstance(a, Tensor) and storage_of(a) is own else self._stored(a) for a in args
+            OwnOutput(a, position) if isinstance(a, Tensor) and storage_of(a) is own else self._stored(a) for a in args
         ]
         named = {name: self._stored(a) for name, a in kwargs.items()}
-        self._completions += (_Completion(func, stored, named, rng),)
+        self._completions += (Completion(func, stored, named, rng),)
 
     def take_outputs(
         self, made: Sequence[tuple[int, StoredValue]], room_bytes: int = 0, expected: ExpectedBytes | None = None
@@ -345,13 +346,7 @@ class Recipe:
                 result = self._func(*args, **kwargs)
             made = list(tensors_in(result))
             for completion in self._completions:
-                own = [
-                    a.view_of(made[a.position]) if type(a) is _OwnOutput else self._resolved(a, transient)
-                    for a in completion.args
-                ]
-                named = {name: self._resolved(a, transient) for name, a in completion.kwargs.items()}
-                with nullcontext() if completion.rng is None else completion.rng.restored():
-                    completion.func(*own, **named)
+                completion.run(made.__getitem__, lambda a: self._resolved(a, transient))
         return made
 
     def _stored(self, argument: Any, read: Mapping[int, StoredValue | None] = _NOT_LOOKED_UP) -> Any:
@@ -426,22 +421,3 @@ class Recipe:
 
 def _is_taken_away(kept: Kept) -> bool:
     return kept.tensor.numel() > 0 and not kept.tensor.untyped_storage().nbytes()
-
-
-class _Completion(NamedTuple):
-    """An in-place op that completes an output that nothing has read."""
-
-    func: Callable[..., Any]
-    args: list[Any]
-    kwargs: dict[str, Any]
-    rng: GeneratorState | None
-
-
-class _OwnOutput(ViewSpec):
-    """The recipe's own output as an argument of its in-place op."""
-
-    __slots__ = ("position",)
-
-    def __init__(self, tensor: Tensor, position: int) -> None:
-        super().__init__(tensor)
-        self.position = position

@@ -61,8 +61,7 @@ class Releaser:
         device: Where the step runs, if that is an accelerator.
         ran_short: The device had less memory than the budget says.
         lowered_bytes: By how much ``budget_bytes`` was lowered, since the device ran out of memory before.
-        num_released, num_replayed, num_proofs: Values and runs so far. ``num_laid_together``: how often memory in
-            pieces was made whole.
+        num_released, num_replayed, num_proofs: Values and runs so far.
         proven: Numbers of the ops of which another run gave the same bits.
         differed: Ops whose second run gave other bits; their outputs stay.
         busy: Replays or proofs run: the ops that the tape sees now are not the step's.
@@ -80,7 +79,7 @@ class Releaser:
         self.aside_bytes = self.dropped_bytes = 0
         self.ran_short = False
         self.device: torch.device | None = None
-        self.num_released = self.num_replayed = self.num_proofs = self.num_laid_together = 0
+        self.num_released = self.num_replayed = self.num_proofs = 0
         self.proven: set[int] = set()
         self.differed: list[str] = []
         self.thrashing = False
@@ -153,7 +152,6 @@ class Releaser:
         self._idle_until = 0.0
         self.make_room(0)
         if attempt and self._laid_together(tightly=attempt > 1):
-            self.num_laid_together += 1
             self._blocked -= self._short
             self._short.clear()
             self._idle_until = 0.0
