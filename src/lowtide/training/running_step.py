@@ -31,6 +31,9 @@ class Phase(Enum):
     OVER = auto()  # a backward has ended on another thread: what is in place goes when the step's own comes back
 
 
+_MOST_TAKEN_IN = 8
+
+
 class RunningStep:
     """One step, from the model's first call to the end of its backward.
 
@@ -52,6 +55,7 @@ class RunningStep:
         has_more_calls: Than planned.
         nodes: Of autograd, made by each call; ``thrown_away``: how many of these are of graphs that are gone.
         graphs: Of what its calls returned: None once one is gone.
+        calls_taken_in: Of the model, without gradients: part of the step.
     """
 
     def __init__(self, thread: threading.Thread | None = None) -> None:
@@ -74,6 +78,7 @@ class RunningStep:
         self.nodes: dict[int, range] = {}
         self.thrown_away: dict[int, int] = {}
         self.graphs: list[Callable[[], object]] = []
+        self.calls_taken_in = 0
 
     @property
     def has_begun(self) -> bool:
@@ -96,6 +101,17 @@ class RunningStep:
         return [seam for seam in (self.seam, self.plan_seam) if seam is not None]
 
     # -- calls of the model ---------------------------------------------------------------------------------
+
+    def takes_in_call_without_gradients(self) -> bool:
+        """Whether one is part of the step: its ops are watched like those of the loss.
+
+        It is if it comes while the step waits for its backward, since it takes its memory beside what the step holds
+        (a metric, a teacher). Of steps whose backward never comes, few are: an evaluation may go on for long.
+        """
+        if self.phase is not Phase.WAITING or self.calls_taken_in == _MOST_TAKEN_IN:
+            return False
+        self.calls_taken_in += 1
+        return True
 
     def shape_in_step(self, shape: CallShape) -> CallShape:
         """``shape`` as that of a call in this step."""
