@@ -314,7 +314,6 @@ class Lifecycle:
 
     def _has_left_plan(self, step: RunningStep, planned: PlannedStep) -> bool:
         """Whether a step that is over ran other ops than ``planned``, under which it began."""
-        planned.tape.on_divergence = None  # it refers to us
         if why := step.why_unlike_plan:
             self._say(why)
         diverged = bool(why) or step.watch is not None
@@ -336,6 +335,8 @@ class Lifecycle:
         if not is_called:  # else the call goes on, and leaves the plan's region when it returns
             self.leave_plan(failed=failed or self.step.spoiled)
         step, self.step = self.step, RunningStep()
+        if step.planned is not None:
+            step.planned.tape.on_divergence = None  # it refers to us
         for seam in step.seams:
             self.seams.close(seam)
         if is_called:  # no other step begins in it
