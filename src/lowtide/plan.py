@@ -96,7 +96,8 @@ class Plan:
         activation_bytes: What percentages are of: the plain step's peak beside ``resident_bytes``, gradients there
             before it. None in plans as above.
         passes: Backward passes that ask for the same saved tensor. Above 1 each is part of the plan: replays are
-            counted over all of them. Else they are counted anew in every backward over a retained graph.
+            counted over all of them, and an op with no more replays than passes keeps what it makes for a pass. Else
+            they are counted anew in every backward over a retained graph.
         predicted_counted_peak_bytes: ``predicted_peak_bytes`` as the device's statistics count it
             (``max_memory_allocated``): a large block keeps up to 1 MiB that is not split off. None where that is not
             known.

@@ -3,6 +3,7 @@
 import copy
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -239,3 +240,13 @@ def test_costs_of_packing_are_refused_by_name():
 
     with pytest.raises(GraphFormatError, match="field 'links' is 'int8', not one of host, disk"):
         json_format.costs_from_dict(body)
+
+
+def test_retained_backwards_come_back_and_are_checked():
+    graph = replace(linear_and_relu(), retained_backwards=((0, 1),))
+    body = to_dict(graph)
+    assert json_format.from_dict(body) == graph
+    assert "retained_backwards" not in to_dict(replace(graph, retained_backwards=()))
+    for wrong in ([[1, 0]], [[0, 1], [1, 1]], [[0, 99]], [[0]], 3):
+        with pytest.raises(GraphFormatError, match="retained_backwards"):
+            json_format.from_dict(body | {"retained_backwards": wrong})

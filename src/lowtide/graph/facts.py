@@ -3,7 +3,7 @@
 Every moment is an *event index*, an index into ``StepGraph.events``. What never happens is absent.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from lowtide.graph.memo import once_per_graph
@@ -93,3 +93,11 @@ def step_facts(graph: StepGraph) -> StepFacts:
         for at in unpacks:
             facts.unpack_spans.setdefault(number, []).append((at, end))
     return facts
+
+
+@once_per_graph
+def passes(graph: StepGraph) -> int:
+    """How many backward passes ask for the same saved tensor: more than one where graphs are retained."""
+    if not graph.retained_backwards:  # a backward may also ask for it more than once
+        return 1
+    return max(Counter(number for kind, number in graph.events if kind == UNPACK).values(), default=1)

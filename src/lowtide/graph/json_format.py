@@ -175,6 +175,8 @@ def from_dict(body: Any) -> StepGraph:
         GraphFormatError: a field is missing, unknown, of the wrong type, out of range, or contradicts another.
     """
     check = _Checker("a graph", "Trace the step again, or restore the file.")
+    if isinstance(body, dict):
+        body = {"retained_backwards": [], **body}  # only steps of several backward passes have some
     check.fields(body, StepGraph, VERSION)
     frames = _frames(check, body["frames"])
     signatures = tuple(check.many("signatures", body["signatures"], check.object))
@@ -199,9 +201,24 @@ def from_dict(body: Any) -> StepGraph:
         region=body["region"],
         optimizer_step_bytes=check.count("optimizer_step_bytes", body["optimizer_step_bytes"]),
         written_parameters=tuple(check.many("written_parameters", body["written_parameters"], check.text)),
+        retained_backwards=_retained_backwards(check, body["retained_backwards"], len(ops)),
         recorded_ms=dict(check.many("recorded_ms", body["recorded_ms"], recorded)),
         provenance=check.named("provenance", body["provenance"], check.text),
     )
+
+
+def _retained_backwards(check: _Checker, rows: Any, num_ops: int) -> tuple[tuple[int, int], ...]:
+    op = partial(check.index, limit=num_ops)
+    found = [
+        (first, last) for first, last in check.many("retained_backwards", rows, partial(check.row, first=op, last=op))
+    ]
+    before = -1
+    for i, (first, last) in enumerate(found):
+        check.that(
+            before < first <= last, f"retained_backwards[{i}]", rows[i], "ops in order, behind those of the one before"
+        )
+        before = last
+    return tuple(found)
 
 
 def costs_to_dict(costs: Costs) -> dict:

@@ -56,7 +56,7 @@ def with_layers(graph: StepGraph, layers: int) -> StepGraph | None:
     Equal to a trace of the deep model, provenance included. None where the layers in the middle are not alike.
     """
     more = layers - SHALLOW_LAYERS
-    if more < 0 or graph.written_parameters or graph.recorded_ms:
+    if more < 0 or graph.written_parameters or graph.recorded_ms or graph.retained_backwards:
         return None
     try:
         return _Lengthening(_in_order(graph), more).result()

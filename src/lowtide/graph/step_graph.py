@@ -102,6 +102,7 @@ class StepGraph:
         region: ``model`` (what runs outside the model's own calls is not taped) or ``step``.
         optimizer_step_bytes: Temporaries of ``optimizer.step()``, reported beside the peak.
         written_parameters: Names of the parameters that the step itself writes.
+        retained_backwards: The first and the last op of each backward pass that left its graph for another one.
         recorded_ms: By signature, the time of its one run while tracing, for what cannot be run again (compiled code).
         provenance: Facts for readers; nothing is decided by them.
     """
@@ -119,6 +120,7 @@ class StepGraph:
     region: str = "model"
     optimizer_step_bytes: int = 0
     written_parameters: tuple[str, ...] = ()
+    retained_backwards: tuple[tuple[int, int], ...] = ()
     recorded_ms: dict[int, float] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
 
@@ -177,7 +179,7 @@ class StepGraph:
 
 def to_dict(graph: StepGraph) -> dict:
     """Plain JSON types; ``json_format.from_dict`` reads them back and checks them."""
-    return {
+    body = {
         "version": VERSION,
         "device": graph.device,
         "device_name": graph.device_name,
@@ -199,3 +201,6 @@ def to_dict(graph: StepGraph) -> dict:
         "recorded_ms": [[signature, ms] for signature, ms in graph.recorded_ms.items()],
         "provenance": dict(graph.provenance),
     }  # fmt: skip
+    if graph.retained_backwards:  # files of other steps are as they were before this was told
+        body["retained_backwards"] = [list(span) for span in graph.retained_backwards]
+    return body

@@ -36,7 +36,10 @@ def structure_difference(graph: StepGraph, other: StepGraph) -> str:
 
 def _tables(graph: StepGraph) -> list[tuple[str, list]]:
     """Everything that counts, by name in the singular, as rows that compare."""
-    about = (graph.device, graph.device_name, graph.region, graph.written_parameters, sorted(graph.resident))
+    about = (
+        graph.device, graph.device_name, graph.region, graph.written_parameters, sorted(graph.resident),
+        graph.retained_backwards,
+    )  # fmt: skip
     # An input's dtype or a flag decides which ops run; its sizes are what a family varies.
     calls = [NUMBERS.sub("#", call) for call in graph.calls]
     return [

@@ -36,6 +36,8 @@ class GraphBuilder:
         self.signatures: list[dict[str, Any]] = []
         self.recorded_ms: dict[int, float] = {}
         self.calls: list[str] = []
+        self.retained_backwards: list[tuple[int, int]] = []
+        self._first_of_backward = 0
         self.recording = True  # what happens now is part of the step; if not, events are left out
         self.ops_ignored = False  # if set, ops are left out; events still count
         self._stack = [0]
@@ -140,6 +142,15 @@ class GraphBuilder:
         ops = [self.ops[number] for kind, number in after if kind == RUN]
         return again or any(not op.backward and storage in op.reads for op in ops)
 
+    def begin_backward(self) -> None:
+        """Ops from here on are of a backward pass."""
+        self._first_of_backward = len(self.ops)
+
+    def end_retained_backward(self) -> None:
+        """That backward pass is over, and has left its graph for another one."""
+        if self.recording and len(self.ops) > self._first_of_backward:
+            self.retained_backwards.append((self._first_of_backward, len(self.ops) - 1))
+
     def add_signature(self, signature: dict[str, Any], *, recorded_ms: float | None = None) -> int:
         """The number of a new signature; ``recorded_ms`` of one that cannot be run again for timing."""
         self.signatures.append(signature)
@@ -204,6 +215,11 @@ class GraphBuilder:
         del self._fixed[mark.fixed :]
         self._written_in_backward = [(s, at) for s, at in self._written_in_backward if at <= mark.events]
         del self.ops[mark.ops :], self.events[mark.events :], self.storages[mark.storages :], self.saved[mark.saved :]
+        self._forget_backwards(mark.ops)
+
+    def _forget_backwards(self, first_op: int) -> None:
+        """Those that ran from there on."""
+        self.retained_backwards = [span for span in self.retained_backwards if span[1] < first_op]
 
     def made_since(self, mark: "Mark") -> list[int]:
         """Storages made since then that live."""
@@ -259,6 +275,7 @@ class GraphBuilder:
             if readers := self._readers.get(s):
                 readers[:] = [number for number in readers if number < op.id]
         del self.ops[mark.ops :]
+        self._forget_backwards(mark.ops)
         gone = {(FREE, s) for s in range(mark.storages, len(self.storages))}
         since = [e for e in self.events[mark.events :] if e[0] != RUN and e not in gone]
         self.events[mark.events :] = [(RUN, op.id), *since]
@@ -314,5 +331,6 @@ class GraphBuilder:
             events=tuple(self.events),
             calls=tuple(self.calls),
             region=self.region,
+            retained_backwards=tuple(self.retained_backwards),
             recorded_ms=dict(self.recorded_ms),
         )

@@ -413,6 +413,15 @@ class Recorder(UncompiledMode):
         self._steps_in_backward.clear()
         self._steps_before = optimizer_steps.count
 
+    def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
+        self.builder.begin_backward()
+
+    def after_backward(
+        self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
+    ) -> None:
+        if error is None and (retains or creates):
+            self.builder.end_retained_backward()
+
     def note_end(self) -> None:
         """A backward is over. If it was the last one, the step ends here, and ``cut`` takes out what came later.
 

@@ -10,7 +10,7 @@
 
 from collections.abc import Callable, Mapping
 
-from lowtide.graph.facts import step_facts
+from lowtide.graph.facts import passes, step_facts
 from lowtide.graph.memo import once_per_graph
 from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.plan import RECOMPUTE, TIER_OF
@@ -28,6 +28,9 @@ class GraphIndex:
         self.made_bytes = [sum(self.bytes[s] for s in op.makes) for op in graph.ops]
         # Storages from before the step stay anyway, so references to them are not counted.
         self.reads = [tuple(dict.fromkeys(s for s in op.reads if self.maker[s] >= 0)) for op in graph.ops]
+        self.retained_backwards = graph.retained_backwards
+        self.passes = passes(graph)
+        self.readers = step_facts(graph).readers
         self.workspace_bytes = [op.workspace_bytes for op in graph.ops]
         self.rng_bytes = [op.rng_bytes for op in graph.ops]
         # The op that completes the outputs of each op: the op itself, or a later one that writes them in place.

@@ -4,9 +4,11 @@
   read.
 - A plan gives each recipe a number of replays: the largest of its recomputed outputs'. The *final* replay materialises
   all values still referred to, and drops the recipe at once.
-- Earlier replays are *transient*. They materialise only what the burst asks for. Such a value is freed when the last
-  recipe of the burst that reads it has run. The value that backward unpacked is a *transient result*: it is freed when
-  backward drops it, and until then whoever needs it gets the same memory.
+- Where several backward passes ask for the same and an op has no more replays than there are passes, it runs once a
+  pass, and each replay but the final one makes what the pass needs of it (``retained_passes.py``).
+- Other replays before the final one are *transient*. They materialise only what the burst asks for. Such a value is
+  freed when the last recipe of the burst that reads it has run. The value that backward unpacked is a *transient
+  result*: it is freed when backward drops it, and until then whoever needs it gets the same memory.
 """
 
 from collections.abc import Mapping
@@ -15,6 +17,7 @@ from typing import NamedTuple
 from lowtide.errors import PlanMismatchError
 from lowtide.plan import SAVE
 from lowtide.simulation.references import References
+from lowtide.simulation.retained_passes import RetainedPasses
 from lowtide.simulation.transfers import REPLAYED, OffloadedStorages
 
 
@@ -45,6 +48,9 @@ class ReplayBursts:
         self.replays: list[Replay] = []
         self.transient_results: dict[int, int] = {}
         self.transient_left: dict[int, int] = {}  # op -> transient replays still to come before the final one
+        self.kept_left: dict[int, int] = {}  # op -> replays still to come before it that keep what they make for a pass
+        self.passes = RetainedPasses(references, self.transient_results) if references.index.passes > 1 else None
+        replays_of_op: dict[int, int] = {}
         for storage, count in replays_of.items():
             if count < 1:
                 raise PlanMismatchError(
@@ -53,7 +59,10 @@ class ReplayBursts:
                 )
             if storage in references.with_value and storage not in references.offloaded and count > 1:
                 op = references.index.maker[storage]
-                self.transient_left[op] = max(self.transient_left.get(op, 0), count - 1)
+                replays_of_op[op] = max(replays_of_op.get(op, 0), count)
+        for op, count in replays_of_op.items():
+            left = self.kept_left if count <= references.index.passes else self.transient_left
+            left[op] = count - 1
 
     def drop_result(self, storage: int) -> None:
         """Backward drops one unpacked handle of a transient result."""
@@ -94,6 +103,7 @@ class ReplayBursts:
                     if transient_left and transient_left.get(index.maker[read]) and read not in references.offloaded:
                         reads_left[read] = reads_left.get(read, 0) + 1
         fetch_order = sorted(fetches, key=lambda s: (index.completed_by[index.maker[s]], s), reverse=True)
+        passes = self.passes
         transient = False
         for op in sorted(needed):
             while fetch_order and index.completed_by[index.maker[fetch_order[-1]]] < op:
@@ -102,6 +112,7 @@ class ReplayBursts:
             if references.offloaded:
                 offload.log.append((REPLAYED, op, event))
             transient = bool(transient_left.get(op))
+            kept = bool(self.kept_left.get(op)) and passes is not None and passes.is_open
             for made in index.makes[op]:
                 if transient:
                     stays = made in reads_left or made == storage
@@ -114,8 +125,14 @@ class ReplayBursts:
                     references.discard(made)
                 if not transient:
                     self.transient_results.pop(made, None)
+                if passes is not None and kept and stays and made not in references.offloaded:
+                    passes.keep(made)
+            if passes is not None and not transient:
+                passes.note_replay(op, final=not kept)
             if transient:
                 transient_left[op] -= 1
+            elif kept:
+                self.kept_left[op] -= 1
             else:
                 for value in references.drop_recipe(op):
                     references.release_value(value)

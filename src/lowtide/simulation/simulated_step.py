@@ -49,10 +49,13 @@ class SimulatedStep:
         retain, release, release_value = references.retain, references.release, references.release_value
         run_op, transient_results, offloads = references.run_op, bursts.transient_results, bool(references.offloaded)
         live_bytes, event_peak_bytes = self.live_bytes, self.event_peak_bytes
+        passes = bursts.passes
         maker, saved, backward_start = index.maker, index.saved, index.backward_start
         for at, (kind, number) in enumerate(events):
             if at == backward_start:
                 references.release_originals()
+            if passes is not None:
+                passes.begin_event(kind, number)
             if kind == RUN:
                 run_op(number)
                 if offloads:
@@ -80,8 +83,13 @@ class SimulatedStep:
                             offload.wait_for(storage, at)
                         if storage in transient_results:
                             transient_results[storage] += 1
-                    elif kind == DROP and storage in transient_results:
-                        bursts.drop_result(storage)
+                        if passes is not None:
+                            passes.hand_out(storage)
+                    elif kind == DROP:
+                        if passes is not None:
+                            passes.drop(storage)
+                        if storage in transient_results:
+                            bursts.drop_result(storage)
                     if kind in (PACK, UNPACK):
                         value_counts[storage] += 1
                     else:

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 from lowtide.errors import LowtideError
 from lowtide.graph.costs import Costs
+from lowtide.graph.facts import passes
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import ALLOCATED, RECOMPUTE, SAVE, TIER_OF, Decision, Plan, PlannedOp
 from lowtide.solvers.arguments import activation_bytes
 from lowtide.solvers.candidate import Candidate
-from lowtide.solvers.graph_queries import passes, taped_ops
+from lowtide.solvers.graph_queries import taped_ops
 from lowtide.solvers.lower_bound.bound import HOLDS_FOR, MOVES_HOLD_FOR, bound_time
 from lowtide.solvers.lower_bound.tighten_bound import tighten_bound
 from lowtide.solvers.peak_report import evidence

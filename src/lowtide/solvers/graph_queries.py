@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from lowtide.graph.facts import step_facts
 from lowtide.graph.memo import once_per_graph
-from lowtide.graph.step_graph import UNPACK, Op, StepGraph
+from lowtide.graph.step_graph import Op, StepGraph
 from lowtide.graph.writes import ops_written_under
 from lowtide.plan import RECOMPUTE, SAVE
 from lowtide.simulation.references import graph_index
@@ -21,24 +21,22 @@ def taped_ops(graph: StepGraph) -> tuple[Op, ...]:
 
 
 @once_per_graph
-def passes(graph: StepGraph) -> int:
-    """How many backward passes ask for the same saved tensor: more than one where graphs are retained."""
-    return max(Counter(number for kind, number in graph.events if kind == UNPACK).values(), default=1)
-
-
-@once_per_graph
 def replayable_ops(graph: StepGraph) -> frozenset[int]:
     """Forward ops that a replay may run: what they read is as it was, some output is free to go.
 
-    What runs once the last backward has begun is not taped.
+    What runs once the last backward has begun is not taped, nor what runs outside the model after the first one.
     """
+    facts = step_facts(graph)
     lasting = {s.id for s in graph.storages if s.kind == "activation" or (s.op is None and not s.fixed)}
     free = {s.id for s in graph.storages if s.kind == "activation" and not s.fixed}
     written = ops_written_under(graph)
     return frozenset(
         op.id
         for op in taped_ops(graph)
-        if lasting.issuperset(op.reads) and not free.isdisjoint(op.makes) and op.id not in written
+        if lasting.issuperset(op.reads)
+        and not free.isdisjoint(op.makes)
+        and op.id not in written
+        and (op.frame or facts.run_event[op.id] < facts.first_backward_run)
     )
 
 

@@ -21,12 +21,13 @@ from itertools import compress, product
 from typing import NamedTuple
 
 from lowtide.graph.costs import Costs
+from lowtide.graph.facts import passes
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import SAVE
 from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.decomposition.master import ColumnGeneration
-from lowtide.solvers.graph_queries import choices, complete_actions, passes, recomputable
+from lowtide.solvers.graph_queries import choices, complete_actions, recomputable
 from lowtide.solvers.local_search import LazyPath, changes
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.published.lazy_candidates import least_peak

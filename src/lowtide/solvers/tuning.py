@@ -49,7 +49,7 @@ TINY_OUTPUT_SHARE: Final = 0.05  # Of a group's bytes: smaller outputs (norm sta
 PER_OP_MODEL_OPS: Final = 12  # Graphs up to this many replayable ops are modelled op by op. By trial.
 
 # Steps with several backward passes over the same graph (published/methods.py)
-PASS_REPLAYS: Final = (2, 3, 6, 99)  # Of each recomputed op: two losses +64 to +37 % at full's peak (2026-11-26).
+PASS_REPLAYS: Final = (2, 3, 6, 99)  # Of each recomputed op; as many as passes: kept for each (2026-11-26).
 
 # The MILP (milp/peak_model.py, milp/highs.py)
 ALL_BURSTS_SIZE: Final = 300  # Up to this size all burst rows are there from the start; above, cuts add them. By trial.

@@ -55,24 +55,13 @@ def is_autograds_own(func: Any) -> bool:
 
 
 @contextmanager
-def telling_apart() -> Iterator[None]:
-    """Inside, ``in_last_backward`` knows, whoever observes besides."""
-    observer = _Unconcerned()
+def observed_by(observer: BackwardObserver) -> Iterator[None]:
+    """Inside, ``observer`` is told."""
     undo = observe(observer)
     try:
         yield
     finally:
         undo()
-
-
-class _Unconcerned:
-    def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
-        pass
-
-    def after_backward(
-        self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
-    ) -> None:
-        pass
 
 
 def observe(observer: BackwardObserver, *, first: bool = False) -> Callable[[], None]:

@@ -32,8 +32,8 @@ class TapedOp:
 
     __slots__ = (
         "calls", "completes_inplace", "drops", "dynamic", "func", "kernel", "may_skip_arguments", "moves",
-        "moves_completed", "name", "num_dropped_inputs", "number", "proven", "random", "transient_replays",
-        "uninitialised", "where",
+        "moves_completed", "name", "num_dropped_inputs", "number", "once_a_pass", "proven", "random",
+        "transient_replays", "uninitialised", "where",
     )  # fmt: skip
 
     func: Any
@@ -49,6 +49,7 @@ class TapedOp:
         self.moves_completed = False  # ``moves`` are outputs of the op that this in-place op completes
         self.completes_inplace: TapedOp | None = None  # the op whose dropped output this in-place op completes
         self.transient_replays = 0  # how many may precede the final replay
+        self.once_a_pass = False  # each of these makes what one of several backward passes needs
         self.proven = False  # it has run twice and given the same bits
         self.calls = KnownKinds()  # of a Function that is one op: why each kind of call must be saved, or ""
 
@@ -142,6 +143,8 @@ class PlanProgram:
                 last.moves += (d,)
                 last.moves_completed = last is not op
         self._acting = [op for op in self.ops if op.drops or op.moves]
+        for op in self._acting:
+            op.once_a_pass = 0 < op.transient_replays < plan.passes
         for op, recorded in zip(self.ops, plan.ops, strict=True):
             if recorded.completes_inplace is not None and self.ops[recorded.completes_inplace].drops:
                 op.completes_inplace = self.ops[recorded.completes_inplace]

@@ -49,12 +49,13 @@ class Recipe(Value):
     """
 
     __slots__ = (
-        "_completions", "args", "inputs", "kwargs", "number", "op", "outputs", "rng", "transient_replays",
+        "_completions", "args", "inputs", "kwargs", "number", "once_a_pass", "op", "outputs", "rng",
+        "transient_replays",
     )  # fmt: skip
 
     def __init__(self, number: int, op: TapedOp, args: Sequence[Any], kwargs: dict, run: ExecutionState) -> None:
         self.number, self.op, self.run = number, op, run
-        self.transient_replays = op.transient_replays
+        self.transient_replays, self.once_a_pass = op.transient_replays, op.once_a_pass
         self.tensor = None
         self.outputs: Sequence[weakref.ref[Value]] | None = None
         self.rng: GeneratorState | GeneratorStates | None = None
@@ -197,9 +198,6 @@ class Recipe(Value):
         outputs = (self,) if self.outputs is None else self.values()
         if final:
             Recipe.make_final(self)
-        elif wanted is None:
-            for value in self.inputs:
-                count_use(value)
         for value in outputs:
             if wanted is None:
                 if value is not self and value.source is None:
@@ -211,7 +209,7 @@ class Recipe(Value):
                 value.tensor = same
             if wanted is None:
                 value.transient = None
-                value.uses_left = value.users + min(value.uses_left, 0) if keep else -1
+                value.uses_left = value.uses_in_this_pass() if keep else -1
             if value.original is not None:
                 # Another replay would be wrong again: no more of them, whatever the plan and ``retain_graph`` say.
                 value.tensor, value.original, value.uses_left = value.original, None, 0
@@ -301,8 +299,8 @@ def count_use(value: Value) -> None:
     """A user has been given ``value``. Under ``retain_graph`` it is dropped again after the last known user."""
     if value.uses_left > 0:
         value.uses_left -= 1
-        if value.uses_left == 0:
-            value.tensor = None
+        if value.uses_left == 0 and value.tensor is not None:
+            value.release_to_autograd()
     elif value.source is not None and keeps_graph():
         value.uses_left -= 1  # a transient result: after the final replay of this backward one user fewer is to come
 

@@ -71,7 +71,7 @@ class Burst:
         # Values whose replay here is transient, with the number of recipes here that still have to read each.
         self.transient: dict[Value, int] = {}
         last = _source_of(value)
-        if self.outside_backward or last.transient_replays:
+        if self._is_transient(last):
             self.transient[value] = 0
         self.recipes = recipes = {last.number: last}
         stack = [last]
@@ -83,8 +83,12 @@ class Burst:
                 if source.number not in recipes:
                     recipes[source.number] = source
                     stack.append(source)
-                if self.outside_backward or source.transient_replays:
+                if self._is_transient(source):
                     self.transient[needed] = self.transient.get(needed, 0) + 1
+
+    def _is_transient(self, source: Source) -> bool:
+        """Whether its replay is for this burst alone."""
+        return self.outside_backward or (source.transient_replays > 0 and not source.once_a_pass)
 
     def _borrow(self, value: Value) -> bool:
         value.tensor = value.transient_tensor()
@@ -94,30 +98,35 @@ class Burst:
 
     def run(self) -> Tensor:
         """Replay the recipes; return the Value's tensor."""
-        value, recipes, keep = self.value, self.recipes, keeps_graph()
+        value, recipes, keeps = self.value, self.recipes, keeps_graph()
         state = value.run
-        if keep and state.steps_in_backward():
+        if keeps and state.steps_in_backward():
             raise ReplayError(
                 "backward(retain_graph=True) on a model whose parameters have post-accumulate hooks: an optimizer "
                 "fused into\nbackward changes weights that a second backward would replay with.\n"
                 "Leave out retain_graph, or remove the plan for this step."
             )
-        keep = keep and not state.knows_passes
         replayed: list[weakref.ref[Value]] = []
         transient_recipes: list[weakref.ref[Source]] = []
         with no_autocast(), state.restored():
             for number in sorted(recipes):
                 recipe = recipes.pop(number)
-                inputs = recipe.inputs if self.transient else ()
-                if self.outside_backward or recipe.transient_replays:
+                inputs = recipe.inputs if self.transient or keeps else ()
+                if self._is_transient(recipe):
                     recipe.replay(keep=True, wanted=self.transient)
                     if not self.outside_backward:
                         recipe.transient_replays -= 1
                         transient_recipes.append(weakref.ref(recipe))
+                    if keeps and not state.knows_passes:
+                        replayed.extend(map(weakref.ref, recipe.values()))
                 else:
-                    recipe.replay(keep=keep)
-                if keep:
-                    replayed.extend(map(weakref.ref, recipe.values()))
+                    again = keeps and (recipe.transient_replays > 0 if state.knows_passes else True)
+                    recipe.replay(keep=again)
+                    if again:
+                        replayed.extend(map(weakref.ref, recipe.values()))
+                        recipe.transient_replays -= state.knows_passes
+                    if keeps:
+                        self._count_uses(inputs, final=not again)
                 del recipe
                 if inputs:
                     self._read(inputs)
@@ -125,8 +134,8 @@ class Burst:
         for borrowed in self.borrowed:
             if borrowed.transient is not None:  # no final replay of its op meanwhile, for another output
                 borrowed.tensor = None
-        if keep:
-            _forget_after_backward(replayed, transient_recipes)
+        if replayed or (transient_recipes and keeps and not state.knows_passes):
+            _forget_after_backward(replayed, [] if state.knows_passes else transient_recipes)
         tensor = value.tensor
         assert tensor is not None
         if value in self.transient and value.source is not None:
@@ -135,6 +144,14 @@ class Burst:
             else:
                 value.release_to_autograd()
         return tensor
+
+    def _count_uses(self, inputs: Iterable[Value], *, final: bool) -> None:
+        """A recipe has had ``inputs``; ``final``: no later backward pass needs them for it."""
+        for value in inputs:
+            # The last use that is counted is the last one there is: a value may be read more often than it has users.
+            if value.uses_left != 1 or not any(value in recipe.inputs for recipe in self.recipes.values()):
+                count_use(value)
+            value.users -= final
 
     def _read(self, inputs: Iterable[Value]) -> None:
         """A recipe that reads ``inputs`` has run: free the transient ones that no other recipe here reads."""

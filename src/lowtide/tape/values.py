@@ -40,6 +40,7 @@ class Source(Protocol):
     number: int  # position in the forward pass; sources of one burst run in this order
     inputs: tuple[Value, ...]  # those that it reads
     transient_replays: int  # left before the final one
+    once_a_pass: bool  # each of these makes what one of several backward passes needs
 
     def replay(self, *, keep: bool, wanted: Container[Value] | None = None) -> None: ...
 
@@ -86,6 +87,10 @@ class Value:
     def source(self) -> Source | None:
         """What gives its tensor again; None after the final replay."""
         return self._source
+
+    def uses_in_this_pass(self) -> int:
+        """Users still to come in a backward pass that leaves its graph for another one."""
+        return self.users if self.run.knows_passes else self.users + min(self.uses_left, 0)
 
     def make_final(self) -> None:
         """``tensor`` stays from now on: the source is not needed any more."""

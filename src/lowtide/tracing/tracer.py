@@ -24,7 +24,7 @@ from lowtide.hollow.memory import is_hollow
 from lowtide.recording.gradient_sums import fold
 from lowtide.recording.recorder import KernelFacts, Recorder
 from lowtide.step import module_calls
-from lowtide.step.backward_entry import telling_apart
+from lowtide.step.backward_entry import observed_by
 from lowtide.step.batches import batch_tensors, call_model, describe_batch, without_history
 from lowtide.step.data_parallel import ddp_bucket_bytes, gradients_are_buckets, unwrapped
 from lowtide.step.operators import gradient_of, is_wrapper_type, storage_of
@@ -216,7 +216,10 @@ def _record_step(
         add_residents(recorder, model, batch)
         recorder.observe_sharding(model)
         with module_calls.thread_state.observed_by(recorder), torch.enable_grad(), recorder:
-            with telling_apart(), torch.autograd.graph.saved_tensors_hooks(recorder.hooks.pack, recorder.hooks.unpack):
+            with (
+                observed_by(recorder),
+                torch.autograd.graph.saved_tensors_hooks(recorder.hooks.pack, recorder.hooks.unpack),
+            ):
                 with builder.paused():
                     loss, output = forward(run)
             if received:

@@ -79,7 +79,8 @@ class PlannedStep:
         A drop, or a backward that saves tensors again; where tensors move, it counts unpacks of the loss.
         """
         facts = step_facts(self.graph)
-        saves_again = max(facts.packed.values(), default=-1) > facts.backward_start and not self.keeps_everything
+        saved = (at for at in facts.packed.values() if at < facts.first_backward_run)
+        saves_again = max(saved, default=-1) > facts.backward_start and not self.keeps_everything
         return self.tape.program.root.has_actions or saves_again or bool(self.plan.tiers)
 
     @cached_property

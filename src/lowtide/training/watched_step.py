@@ -10,7 +10,7 @@ others early. So the record ends a storage's life where it would have ended:
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -290,6 +290,23 @@ class WatchedStep(OnlineTape):
             elif use_count(tensor.untyped_storage()._cdata) <= _OWN_REFERENCES:
                 self._storages.note_free(number)
                 del self._python_holds[key]
+
+    def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
+        super().before_backward(roots, creates=creates)
+        self._builder.begin_backward()
+        if not (creates or self.problem or self._pauses):
+            try:
+                self.releaser.prove_rest()
+            except Exception as error:
+                self.give_up(error)
+
+    def after_backward(
+        self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
+    ) -> None:
+        super().after_backward(roots, error, retains=retains, creates=creates)
+        if error is None and (retains or creates):
+            self._drop_what_was_used()
+            self._builder.end_retained_backward()
 
     def note_backward(self, model: nn.Module) -> None:
         """A backward has ended: its gradients are there. If it was the last one, the step ends here.

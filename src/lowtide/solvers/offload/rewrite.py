@@ -44,6 +44,7 @@ def rewrite_without_tiers(context: SearchContext, actions: Mapping[int, str], mo
         ops=(*ops, *fetches),
         saved=tuple(fetched.get(s, s) for s in graph.saved),
         events=tuple(_Events(graph, fetched, fetch_op, moves).rewritten()),
+        retained_backwards=(),  # fetches would be among their ops
     )
     longer = replace(costs, op_ms=(*costs.op_ms, *(0.0,) * len(fetches)))
     return SearchContext(rewritten, longer, context.limits)

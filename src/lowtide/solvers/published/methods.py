@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from lowtide.errors import LowtideError
+from lowtide.graph.facts import passes
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE
 from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
-from lowtide.solvers.graph_queries import complete_actions, passes
+from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.published.every_n import every_n
 from lowtide.solvers.published.full import full
 from lowtide.solvers.published.knapsack import knapsack
@@ -68,7 +69,7 @@ def fixed_actions(graph: StepGraph) -> list[Actions]:
 
 def fixed_candidates(graph: StepGraph) -> list[Candidate]:
     """``fixed_actions`` as candidates. Where several backward passes need the same, some make it again in each."""
-    again = tuning.PASS_REPLAYS if passes(graph) > 1 else ()
+    again = sorted({*tuning.PASS_REPLAYS, passes(graph)}) if passes(graph) > 1 else ()
     every = fixed_actions(graph)
     return [
         *map(Candidate, every),

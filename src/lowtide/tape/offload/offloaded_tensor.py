@@ -32,7 +32,7 @@ class OffloadedTensor(Recipe):
         self.number, self.move, self.run = number, move, run
         self.inputs = ()
         self.tensor = None  # its Value has it
-        self.transient_replays = 0  # every fetch is final
+        self.transient_replays, self.once_a_pass = 0, False  # every fetch is final
         self.stored: StoredCopy | None = None  # until it is sent
         self.fetched_in = _NO_BACKWARD  # graph task id of the backward that fetched it last
 
@@ -67,7 +67,7 @@ class OffloadedTensor(Recipe):
                 f"{list(self._like.size)}.\nNothing has been attached. Use another device, or plan without that tier."
             )
         if wanted is None:
-            value.uses_left = value.users + min(value.uses_left, 0) if keep else -1
+            value.uses_left = value.uses_in_this_pass() if keep else -1
             if not keep:
                 value.make_final()
 

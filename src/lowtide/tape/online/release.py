@@ -298,6 +298,13 @@ class Releaser:
             return
         self._prove_what_fits(self._unproven([v for v in self._holdings if v.layer == layer and not v.proven]))
 
+    def prove_rest(self) -> None:
+        """Prove all that is held, if a plan will have to drop some of it: what it need not run twice takes no room."""
+        if self._now > _EARLY_SHARE * self.budget_bytes and not self.thrashing:
+            for value in self._unproven():
+                if not self._is_proven(value):  # another one's proof may have been its own
+                    self._prove_what_fits([value])
+
     def prove_window(self, outer: frozenset[int]) -> None:
         """Prove what was made in windows that are about to close, though little lives yet: later it cannot be proven.
 
@@ -351,6 +358,7 @@ class Releaser:
             self._run(chain, values, take)
             if len(self.differed) == num_differed:
                 self._known.learn(chain)
+                self.proven.update(v.number for v in chain)  # what they were made from has run twice, too
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
