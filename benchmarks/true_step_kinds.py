@@ -446,7 +446,7 @@ def hessian_vector(checkpointed: bool) -> Training:
     return custom(model, losses)
 
 
-@kind("MAML: the loss after one inner step")
+@kind("MAML: the loss after one inner step", ends_late=True)
 def maml(checkpointed: bool) -> Training:
     model = Net(checkpointed, blocks=[Tanh() for _ in range(BLOCKS)])
 

@@ -27,6 +27,7 @@ from itertools import islice
 import highspy
 
 from lowtide.errors import BudgetInfeasibleError
+from lowtide.graph.facts import passes
 from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.decomposition.decomposed_search import DecomposedSearch
@@ -174,7 +175,10 @@ class ExactSearch:
     def _improved(self, evaluated: Evaluated, budget_bytes: int) -> Evaluated:
         if self.monolithic is not None:
             evaluated = self.monolithic.lower_peak(evaluated)
-        return self.context.save_what_fits(evaluated, budget_bytes)
+        evaluated = self.context.save_what_fits(evaluated, budget_bytes)
+        if passes(self.graph) == 1 or not evaluated.replays:
+            return evaluated
+        return self.context.save_what_fits(self.context.replay_less(evaluated, budget_bytes), budget_bytes)
 
     def _chain_within(self, budget_bytes: int) -> list[Evaluated]:
         """The fastest schedule of the chain methods within the budget, if there is one."""

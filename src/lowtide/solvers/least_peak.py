@@ -4,7 +4,8 @@ The search does not read op times or a clock, so its answer depends on the graph
 
 - the chain schedule with the lowest peak or, where no layer repeats, the published method with the lowest;
 - the columns with the lowest peak, where segments are planned apart;
-- everything recomputed, in graphs of few events;
+- everything recomputed, in graphs of few events; where several backward passes ask for the same, also as often as each
+  of them asks;
 - the best of all choices, in graphs of few storages.
 
 From each it takes the first change that lowers the peak, trying those with the fewest replays per byte first; to
@@ -112,6 +113,9 @@ class LeastPeakSearch:
             yield self._least_published()
         if passes(graph) > 1:
             yield self._least_published()
+            if len(graph.events) <= tuning.LEAST_PEAK_DEEP_EVENTS:  # in each pass, as often as it is asked for
+                everything = complete_actions(graph, graph.stored)
+                yield evaluate(everything, dict.fromkeys(everything, max(tuning.PASS_REPLAYS)))
         if (columns := ColumnGeneration.of(self._context)) is not None:
             choice = columns.min_peak_choice()
             yield evaluate(choice.actions, choice.replays)

@@ -1,6 +1,7 @@
 """What all searches on one step share: its graph, costs and limits, and what the simulator says of a candidate."""
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -158,4 +159,26 @@ class SearchContext:
             trial = self.evaluate(complete_actions(graph, fewer, kept), evaluated.replays)
             if trial.peak_bytes <= budget_bytes and trial.rank <= evaluated.rank:
                 evaluated, dropped, peaks = trial, fewer, np.array(trial.timeline.event_peak_bytes)
+        return evaluated
+
+    def replay_less(self, evaluated: Evaluated, budget_bytes: int) -> Evaluated:
+        """``evaluated`` with each op that runs again and again bounded as far as that is faster, the dearest first.
+
+        Of fewer replays the last one comes earlier, and what it makes stays: that may be too much.
+        """
+        made: dict[int, list[int]] = defaultdict(list)
+        for storage in evaluated.replays:
+            made[self.graph.storages[storage].op or 0].append(storage)
+        runs = Counter(replay.op for replay in evaluated.timeline.replays)
+        tries = tuning.SAVE_WHAT_FITS_EVENTS // max(len(self.graph.events), 1)
+        for op in sorted(made, key=lambda op: (-runs[op] * self.costs.op_ms[op], op)):
+            for count in range(1, min(evaluated.replays[made[op][0]], tuning.FEWER_REPLAYS + 1)):
+                if tries == 0:
+                    return evaluated
+                tries -= 1
+                fewer = evaluated.replays | dict.fromkeys(made[op], count)
+                trial = self.evaluate(evaluated.actions, fewer, budget_bytes)
+                if trial.peak_bytes <= budget_bytes and trial.timeline.step_ms < evaluated.timeline.step_ms:
+                    evaluated = trial
+                    break
         return evaluated

@@ -51,6 +51,8 @@ PER_OP_MODEL_OPS: Final = 12  # Graphs up to this many replayable ops are modell
 # Steps with several backward passes over the same graph (published/methods.py)
 PASS_REPLAYS: Final = (2, 3, 6, 99)  # Of each recomputed op; as many as passes: kept for each (2026-11-26).
 
+FEWER_REPLAYS: Final = 4  # Of an op that runs more often: MAML at its least peak 9.0 to 4.5 plain steps (2026-11-26).
+
 # The MILP (milp/peak_model.py, milp/highs.py)
 ALL_BURSTS_SIZE: Final = 300  # Up to this size all burst rows are there from the start; above, cuts add them. By trial.
 TIE_BREAK: Final = 2e-3  # Times fall by this share over the depth: equal layers would be interchangeable. By trial.

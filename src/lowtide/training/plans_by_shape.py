@@ -645,7 +645,9 @@ class PlansByShape:
             budget = format_bytes(self._budget_bytes or 0)
             took = f"a step without one took {format_bytes(unplanned.peak_bytes)} of {budget}"
             return f"the leanest plan takes {format_bytes(peak_bytes)}, and {took}"
-        if step_ms is not None and unplanned.is_timed and step_ms > _CLEARLY_SLOWER * unplanned.step_ms:
+        # Above the budget, where steps without a plan come as low, a plan is there to be faster.
+        slower = _CLEARLY_SLOWER if peak_bytes <= (self._budget_bytes or 0) else 1.0
+        if step_ms is not None and unplanned.is_timed and step_ms > slower * unplanned.step_ms:
             return (
                 f"a step under the plan is predicted to take {step_ms:.1f} ms and {format_bytes(peak_bytes)}, and a "
                 f"step without one took {unplanned.step_ms:.1f} ms and {format_bytes(unplanned.peak_bytes)}"

@@ -8,6 +8,7 @@ from lowtide.device.block_size import in_blocks
 from lowtide.device.memory import PeakWindow, allocated_bytes, give_back_peak, peak_not_given_back
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import missing_bytes, tried_bytes
+from lowtide.step.data_parallel import gradients_are_buckets, unseen_bucket_bytes
 from lowtide.step.operators import gradient_of, storage_of
 from lowtide.step.subclasses import plain_tensors
 from lowtide.tape.online.online_tape import OnlineTape
@@ -141,9 +142,10 @@ class StepMemory:
             for t in plain_tensors(grad)
             if (s := storage_of(t)) is not None
         }
-        gradients = min(
-            sum(in_blocks(size, self._budget.device.type) for size in made.values()), resident.get("gradients", 0)
-        )
+        made_bytes = sum(in_blocks(size, self._budget.device.type) for size in made.values())
+        if gradients_are_buckets(model):  # which are there, whatever ``.grad`` says
+            made_bytes += unseen_bucket_bytes(model)
+        gradients = min(made_bytes, resident.get("gradients", 0))
         if most - gradients <= spare:
             step.fits_beside_bytes = allocated if gradients else 0
             return 0

@@ -23,6 +23,7 @@ from torch._C import _current_graph_task_id as graph_task
 from torch._C import _storage_Use_Count as use_count
 
 from lowtide.device import values_off
+from lowtide.device.block_size import in_blocks
 from lowtide.device.dispatch import NOTHING
 from lowtide.device.names import device_name, is_accelerator
 from lowtide.errors import UnsupportedModelError
@@ -42,6 +43,7 @@ from lowtide.step.operators import gradient_of, storage_of, tensors_in
 from lowtide.step.other_hooks import CHECKPOINT
 from lowtide.step.sharding.observer import ShardingObserver
 from lowtide.step.sharding.zero3 import has_gathered
+from lowtide.step.subclasses import plain_tensors
 from lowtide.step.whole_modules import calls_compiled_code
 from lowtide.tape.online.online_calls import KnownCalls
 from lowtide.tape.online.online_tape import OnlineTape
@@ -357,7 +359,14 @@ class WatchedStep(OnlineTape):
         graph = finished_graph(self.recorder, model, (), optimizer, self._received)
         if is_accelerator(graph.device):  # at the end, what the caller holds of the step is there too
             state_before = existing_state_bytes(optimizer, device_of(model)) - self.recorder.made_state_bytes
-            self._resident["other"] = max(0, self._other_bytes - state_before)
+            # DDP's gradients may be parts of buckets, which are there before, whatever ``.grad`` says then.
+            views_bytes = sum(
+                in_blocks(grad.nbytes, graph.device)
+                for name, p in model.named_parameters()
+                if name in self._received - self._had_gradients - self.recorder.new_gradients.keys()
+                for grad in plain_tensors(gradient_of(p))
+            )
+            self._resident["other"] = max(0, self._other_bytes - state_before - views_bytes)
         targets = self.recorder.sums.targets
         new = self.recorder.new_gradients
         again = {number for name in self._had_gradients & new.keys() for number in new[name]}

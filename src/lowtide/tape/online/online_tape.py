@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.dispatch import NOTHING
 from lowtide.device.generators import state_bytes
+from lowtide.device.memory import allocated_bytes
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
 from lowtide.device.streams import current_stream
@@ -79,6 +80,9 @@ from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_pla
 
 _OUT_OF_MEMORY = object()
 _OWN_REFERENCES = 2  # to a storage that one tensor has: the tensor's, and the storage's Python object
+_NEARLY_FULL = 0.5  # of the budget lives
+_OPS_BETWEEN_LOOKS = 4  # at what the device's allocator counts: 0.1 ms each
+_MOST_UNSPLIT_BYTES = 1 << 20  # of a large block, which counts as a whole
 _OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
 
 
@@ -124,6 +128,7 @@ class OnlineTape(HookedMode):
         self._windows: OpenWindows | None = None  # of a sharded model
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._number = 0
+        self._bytes_before = 0  # allocated on the device before the step
         self._pauses = 0
         self._paths: list[str] = []  # of the open module calls
         self._positions = [0]  # of the last op in each of them, and in the step
@@ -152,6 +157,7 @@ class OnlineTape(HookedMode):
         if first is not None and is_accelerator(first.device):
             run.stream = current_stream(first.device)
             self.releaser.device = first.device
+            self._bytes_before = (allocated_bytes(first.device) or 0) - unseen_bytes
         if model is not None and (self._wrapped or run.gathered is not None):
             self._windows = run.windows = OpenWindows(model)
             if not unseen_bytes:  # else they are among them
@@ -351,6 +357,8 @@ class OnlineTape(HookedMode):
 
     def _run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = NOTHING) -> Any:
         """Make room, run ``func`` with ``around`` open, leave a recipe. No error of the bookkeeping gets out."""
+        if self.releaser.device is not None and self._number % _OPS_BETWEEN_LOOKS == 0:
+            self._look_at_device(self.releaser.device)
         if around is NOTHING and self.running_call is None and in_last_backward():
             need, inputs = self._expected.needs[func], tensors_of(args)
             read_bytes = sum([t.numel() * t.itemsize for t in inputs])
@@ -376,6 +384,15 @@ class OnlineTape(HookedMode):
             except Exception as error:
                 self.give_up(error)
         return result
+
+    def _look_at_device(self, device: torch.device) -> None:
+        """Leave free what its allocator counts and no storage of the step shows.
+
+        That is of large blocks up to 1 MiB each that is not split off, and what others have made meanwhile.
+        """
+        if self.live.now > _NEARLY_FULL * self.releaser.budget_bytes:
+            counted = (allocated_bytes(device) or 0) - self._bytes_before
+            self.releaser.aside_bytes = max(0, counted - self.live.now) + _MOST_UNSPLIT_BYTES  # of the next block
 
     def _run_counted(
         self, need: Need, inputs: list[torch.Tensor], read_bytes: int, func: Any, args: tuple, kwargs: dict
