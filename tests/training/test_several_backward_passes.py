@@ -11,6 +11,11 @@ from torch import nn
 import lowtide
 from lowtide.measurement.allocator import measuring
 from lowtide.simulation.simulator import simulate
+from lowtide.solvers import least_peak, tuning
+from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.least_peak import LeastPeakSearch
+from lowtide.solvers.lower_bound.bound import bound_peak
+from lowtide.solvers.search_context import SearchContext
 from lowtide.tape.program import PlanProgram, program_of
 from lowtide.tape.recipes import Recipe
 from lowtide.tape.tape import Tape
@@ -74,6 +79,18 @@ def hessian_vector_product(model, x):
 STEPS = [two_losses, three_losses, parts_first, penalty, hessian_vector_product]
 
 
+def recorded(step):
+    """The graph of a real step, and what its ops took."""
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    with lowtide.fit(model, budget="1GiB") as fit:
+        step(model, x)
+        model.zero_grad()
+        model(x)  # the step before ends with the next one's call
+        fit.wait()
+        return fit.graph, fit.costs
+
+
 def trained(step, replays_of_each: int):
     """A step under a plan that makes each layer again so often: its peak, the predicted one, replays, equal bits."""
     torch.manual_seed(0)
@@ -81,12 +98,7 @@ def trained(step, replays_of_each: int):
     step(model, x)
     plain = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    with lowtide.fit(model, budget="1GiB") as fit:
-        step(model, x)
-        model.zero_grad()
-        model(x)  # the step before ends with the next one's call
-        fit.wait()
-        graph, costs = fit.graph, fit.costs
+    graph, costs = recorded(step)
     plan = lowtide.solve(graph, costs, method="full")
     decisions = tuple(replace(d, replays=replays_of_each if d.action == "recompute" else 1) for d in plan.decisions)
     plan = replace(plan, decisions=decisions)
@@ -151,3 +163,22 @@ def test_each_rule_is_needed_for_the_prediction(owner, name, broken, monkeypatch
     peak, predicted, replayed, foreseen, equal = trained(two_losses, 2)
     assert equal
     assert replayed != foreseen or abs(peak - predicted) > 1e-3 * predicted
+
+
+@pytest.mark.parametrize("everything_again", [True, False])
+def test_the_least_peak_of_a_hessian_vector_product_is_its_lower_bound(everything_again, monkeypatch):
+    graph, _ = recorded(hessian_vector_product)
+    least_peak._least.clear()
+    if not everything_again:
+        monkeypatch.setattr(tuning, "PASS_REPLAYS", (2, 3))
+    assert (LeastPeakSearch(graph).least.peak_bytes <= 1.01 * bound_peak(graph)) == everything_again
+
+
+def test_what_runs_again_and_again_is_bounded_where_that_is_faster_and_fits():
+    graph, costs = recorded(hessian_vector_product)
+    context = SearchContext(graph, costs)
+    actions = complete_actions(graph, graph.stored)
+    often = context.evaluate(actions, dict.fromkeys(actions, 99))
+    less = context.replay_less(often, often.peak_bytes)
+    assert less.peak_bytes <= often.peak_bytes
+    assert less.timeline.step_ms < often.timeline.step_ms
