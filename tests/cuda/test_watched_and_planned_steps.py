@@ -3,10 +3,12 @@
 import pytest
 import torch
 from support.training_steps import mlp
+from torch import nn
 
 import lowtide
 from lowtide.device.timing import Spans
 from lowtide.step.operators import fingerprint
+from lowtide.tape.online.online_tape import OnlineTape
 
 NO_HOST = lowtide.Offload(host_budget=None)
 
@@ -86,3 +88,27 @@ def test_a_fingerprint_takes_little_memory_and_shows_a_swap(cuda, size):
     assert fingerprint(tensor) == found
     tensor[0], tensor[-1] = tensor[-1].clone(), tensor[0].clone()
     assert size == 1 or fingerprint(tensor) != found
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_steps_without_a_plan_leave_free_what_blocks_do_not_split_off(cuda, looks, monkeypatch):
+    """Blocks of 1 to 10 MiB: up to 1 MiB of each counts and is nobody's."""
+    if not looks:
+        monkeypatch.setattr(OnlineTape, "_look_at_device", lambda self, device: None)
+    torch.manual_seed(0)
+    layer = lambda: nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)  # noqa: E731
+    model, batch = nn.Sequential(*(layer() for _ in range(4))).to(cuda), torch.randn(16, 128, 128, device=cuda)
+
+    def peak() -> int:
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        model(batch).square().mean().backward()
+        return torch.cuda.max_memory_allocated()
+
+    plain = max(peak() for _ in range(2))
+    model.zero_grad()
+    budget = torch.cuda.memory_allocated() + (plain - torch.cuda.memory_allocated()) * 4 // 10
+    with lowtide.fit(model, budget=budget, offload=NO_HOST) as fit:
+        monkeypatch.setattr(fit._lifecycle.plans_by_shape, "request", lambda *_, **__: None)
+        peaks = [peak() for _ in range(3)]
+    assert (max(peaks) <= budget) == looks

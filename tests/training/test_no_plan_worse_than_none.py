@@ -109,3 +109,14 @@ def test_a_plan_whose_steps_take_more_than_it_says_goes(is_measured, monkeypatch
         assert any("or of other sizes, so steps like these run online" in reason for reason in status.reasons)
     else:
         assert status.in_force and status.planned_steps == 7
+
+
+@pytest.mark.parametrize("above_budget", [True, False])
+def test_a_plan_above_the_budget_has_to_be_faster_than_steps_without_one(above_budget):
+    training = Training()
+    with training.fit:
+        training.first_step(int(1.2 * training.budget), step_ms=10.0)
+        (shape,) = training.plans.seen
+        peak = int((1.1 if above_budget else 0.9) * training.budget)
+        assert bool(training.plans._why_worse(shape, peak, 15.0)) == above_budget
+        assert not training.plans._why_worse(shape, peak, 9.0)
