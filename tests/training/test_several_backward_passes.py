@@ -16,6 +16,7 @@ from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.least_peak import LeastPeakSearch
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.search_context import SearchContext
+from lowtide.tape import replay
 from lowtide.tape.program import PlanProgram, program_of
 from lowtide.tape.recipes import Recipe
 from lowtide.tape.tape import Tape
@@ -143,14 +144,15 @@ def test_no_layer_runs_again_more_than_once_a_pass_at_the_peak_of_checkpointing(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "broken"),
+    ("owner", "name", "broken", "step"),
     [
-        (Value, "release_to_autograd", lambda self: None),
-        (PlanProgram, "__init__", None),
+        (Value, "release_to_autograd", lambda self: None, two_losses),
+        (PlanProgram, "__init__", None, two_losses),
+        (replay, "stand_for", lambda value, tensor: None, penalty),
     ],
-    ids=["a value stays when all have had it", "replays are transient"],
+    ids=["a value stays when all have had it", "replays are transient", "saved again is held"],
 )
-def test_each_rule_is_needed_for_the_prediction(owner, name, broken, monkeypatch):
+def test_each_rule_is_needed_for_the_prediction(owner, name, broken, step, monkeypatch):
     if broken is None:
         init = PlanProgram.__init__
 
@@ -160,7 +162,7 @@ def test_each_rule_is_needed_for_the_prediction(owner, name, broken, monkeypatch
                 op.once_a_pass = False
 
     monkeypatch.setattr(owner, name, broken)
-    peak, predicted, replayed, foreseen, equal = trained(two_losses, 2)
+    peak, predicted, replayed, foreseen, equal = trained(step, 2)
     assert equal
     assert replayed != foreseen or abs(peak - predicted) > 1e-3 * predicted
 
