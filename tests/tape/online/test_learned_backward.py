@@ -144,3 +144,24 @@ def test_nothing_is_known_of_a_backward_that_failed():
     with pytest.raises(FailsError):
         online(model, x, 1e9, step=step, make=make)
     assert saw_backward(online(model, x, 1e9, step=lambda m, b: m(b).square().mean(), make=make)[1])
+
+
+def test_what_kernels_take_beside_what_they_make_is_learned(monkeypatch):
+    run_counted = OnlineTape._run_counted
+
+    def taking_more(self: OnlineTape, need: Any, inputs: list, read_bytes: int, func: Any, *given: Any) -> Any:
+        made = run_counted(self, need, inputs, read_bytes, func, *given)
+        self.note_workspace(func, 1 << 20)
+        return made
+
+    model, x = layers(), torch.randn(256, 64)
+
+    def most() -> int:
+        steps = Steps(model, float("inf"))
+        steps.run(x)
+        (learned,) = steps.expected.backwards._known.values()
+        return max(learned.most_bytes)
+
+    before = most()
+    monkeypatch.setattr(OnlineTape, "_run_counted", taking_more)
+    assert most() >= before + (1 << 20) // 2

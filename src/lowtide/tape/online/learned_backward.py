@@ -18,9 +18,13 @@ import torch
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.device.memory import available_bytes
+from lowtide.device.names import is_accelerator
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.release import Releaser
 from lowtide.tape.online.room import LearnedBackward
+
+_ROOM_ON_DEVICE = 2  # times what backward holds at most has to be free: nobody lets go of more where memory runs out
 
 
 class SeenBackward:
@@ -92,3 +96,11 @@ class UnseenBackward:
 
 def _at(known: Sequence[int], position: int) -> int:
     return known[position] if position < len(known) else max(known)
+
+
+def has_room_unseen(learned: LearnedBackward, device: torch.device | None) -> bool:
+    """Whether no op of a backward can run out of memory on ``device``: without the mode none would run again."""
+    if device is None or not is_accelerator(device):
+        return True
+    available = available_bytes(device)
+    return available is not None and available >= _ROOM_ON_DEVICE * max(learned.most_bytes)

@@ -60,7 +60,7 @@ from lowtide.step.sharding.windows import NO_WINDOWS, OpenWindows
 from lowtide.step.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 from lowtide.tape import forbidden_hooks
 from lowtide.tape.online.holdings import Holdings
-from lowtide.tape.online.learned_backward import SeenBackward, UnseenBackward
+from lowtide.tape.online.learned_backward import SeenBackward, UnseenBackward, has_room_unseen
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_calls import KnownCalls, OnlineCall
 from lowtide.tape.online.online_values import (
@@ -221,9 +221,7 @@ class OnlineTape(HookedMode):
                 self._seen_backward = SeenBackward(self.live, self.releaser)
                 return
             learned = known.get(key) if self.may_be_unseen else None
-            # On an accelerator only an op that is seen runs again when memory runs out, and what kernels take beside
-            # what they make is known there alone: unseen, steps took up to 5 % more than the budget.
-            if learned is not None and self.releaser.device is None:
+            if learned is not None and has_room_unseen(learned, self.releaser.device):
                 self._unseen_backward = UnseenBackward(learned, self.live, self.releaser)
                 remove_mode(self)
         except Exception as error:  # nothing of ours may end the step
@@ -484,6 +482,8 @@ class OnlineTape(HookedMode):
 
     def note_workspace(self, func: Any, size: int) -> None:
         """``func`` has taken ``size`` beside all that lives now."""
+        if self._seen_backward is not None and graph_task() != -1:
+            self._seen_backward.note_op(size)
         if self.live.now + size > self.live.peak:
             self.live.peak = self.live.now + size
             where = "backward" if graph_task() != -1 else (self._paths[-1] if self._paths else "") or "the model"
