@@ -8,17 +8,18 @@ KEPT, FITS = 1.05, 1.1  # of the budget; of what checkpointing takes
 def leaves_table(lines: list[dict]) -> str:
     """A row for each step of another kind than the planned one: its peak beside the budget, and what was said."""
     rows = [
-        "| planned, then | bits | plain | checkpointing | lowtide | told |",
-        "|---|---|---:|---:|---:|---|",
+        "| planned, then | budget | bits | plain | checkpointing | lowtide | told |",
+        "|---|---|---|---:|---:|---:|---|",
     ]
     for line in _of(lines, leaves=True):
         if line["status"] != "ok":
-            rows.append(f"| {line['what']} | {line['status']} | | | | |")
+            rows.append(f"| {line['what']} | | {line['status']} | | | | |")
             continue
         for step in line["steps"]:
             shares = (step["plain_peak_bytes"], step["checkpointed_peak_bytes"], max(step["peaks"]))
             cells = [
-                f"{line['what']}: {step['kind']}",
+                f"{line['what']}: {step['kind']}" + ", once more" * step["before"],
+                "roomy" if step["roomy"] else "tight",
                 _bits(step),
                 *(f"{100 * share / step['budget_bytes']:.1f} %" for share in shares),
                 "yes" if step["told"] else "",

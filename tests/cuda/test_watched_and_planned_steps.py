@@ -6,9 +6,11 @@ from support.training_steps import mlp
 from torch import nn
 
 import lowtide
+from lowtide.device import allocation_counter
 from lowtide.device.timing import Spans
 from lowtide.step.operators import fingerprint
 from lowtide.tape.online.online_tape import OnlineTape
+from lowtide.training.step_memory import StepMemory
 
 NO_HOST = lowtide.Offload(host_budget=None)
 
@@ -56,6 +58,48 @@ def test_a_planned_step_leaves_a_higher_peak_of_the_users(training):
 
     assert torch.cuda.max_memory_allocated() == before > fit.status().last_peak_bytes
     assert fit.status().planned_steps == 1 and fit.status().reasons == ()
+
+
+class Rows:
+    """A batch whose sizes no signature shows."""
+
+    def __init__(self, rows, device):
+        self.x = torch.randn(rows, 256, device=device)
+
+
+class OfRows(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp(6, 256)
+
+    def forward(self, rows):
+        return self.layers(rows.x)
+
+
+@pytest.mark.parametrize("is_looked_at", [True, False])
+def test_a_step_of_larger_sizes_leaves_a_plan_that_keeps_everything(cuda, is_looked_at, monkeypatch):
+    allocation_counter.prepare(waits=True)
+    if not is_looked_at:
+        monkeypatch.setattr(StepMemory, "planned_bytes", lambda self, step: None)
+    model = OfRows().to(cuda)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def peak(rows):
+        batch = Rows(rows, cuda)
+        torch.cuda.reset_peak_memory_stats()
+        model(batch).square().mean().backward()
+        return torch.cuda.max_memory_allocated()
+
+    peak(4096)
+    budget = int(1.05 * peak(4096))
+    with lowtide.fit(model, budget=budget, offload=NO_HOST) as fit:
+        for _ in range(3):
+            peak(4096)
+            fit.wait()
+        assert fit.status().in_force and fit.plan.counts["recompute"] == 0
+        assert (peak(6144) <= 1.02 * budget) == is_looked_at
+        assert fit.status().plan_left_steps == is_looked_at
 
 
 def test_ops_of_a_watched_step_are_timed_by_events_and_nobody_waits_for_them(training, monkeypatch):

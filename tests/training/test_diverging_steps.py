@@ -8,11 +8,14 @@ from support.watched_training import activation_bytes, batch_of, reasons_of, res
 from torch import nn
 
 import lowtide
+from lowtide.device import allocation_counter
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.tape.online.online_tape import OnlineTape
+from lowtide.tape.planned_bytes import PlannedBytes
 from lowtide.tape.tape import Tape
 from lowtide.training.planned_step import PlannedStep
 from lowtide.training.plans_by_shape import PlansByShape
+from lowtide.training.step_memory import StepMemory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAIN, EXTRA, SKIPPED, OTHER_OPS, WRITTEN = "plain", "extra layers", "skipped layers", "other ops", "written in place"
@@ -79,7 +82,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def no_online_rest(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Tape, "_diverge", lambda self: False)
+    patch.setattr(Tape, "_diverge", lambda self, **how: False)
 
 
 @pytest.mark.parametrize("way", [EXTRA, SKIPPED, OTHER_OPS])
@@ -170,6 +173,7 @@ def test_a_rare_divergence_leaves_the_plan_in_force():
 
 @pytest.mark.parametrize("looks", [True, False])
 def test_other_ops_under_a_plan_that_keeps_everything_are_noticed(looks, monkeypatch):
+    monkeypatch.setattr(StepMemory, "planned_bytes", lambda self, step: None)  # it shows before the step is over
     if not looks:
         monkeypatch.setattr(PlannedStep, "makes_other_nodes", lambda self, made: False)
         monkeypatch.setattr(PlansByShape, "note_peak", lambda self, planned, peak: False)  # it shows as well
@@ -186,6 +190,108 @@ def test_other_ops_under_a_plan_that_keeps_everything_are_noticed(looks, monkeyp
         step(model)
         model.way = EXTRA
         assert (step(model) <= 1.005 * allowed) == looks  # its ops are followed one by one now
+
+
+class Rows:
+    """A batch whose sizes no signature shows."""
+
+    def __init__(self, rows: int) -> None:
+        self.x = batch_of(rows)
+
+
+class OfRows(Changing):
+    def forward(self, rows):
+        return super().forward(rows.x)
+
+
+class OfChosen(Changing):
+    """Its data say how many rows take part."""
+
+    def forward(self, rows):
+        x = torch.zeros(512, rows.x.shape[1])
+        x[: len(rows.x)] = rows.x + 100.0
+        return super().forward(x[x[:, 0] > 50])
+
+
+def no_look_at_planned_bytes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepMemory, "planned_bytes", lambda self, step: None)
+
+
+@pytest.mark.parametrize("is_looked_at", [True, False])
+@pytest.mark.parametrize(  # where rows of the planned number are dropped, each of another size tells
+    "model_of, keeps",
+    [(OfRows, True), (OfChosen, True), (OfChosen, False)],
+    ids=["hidden", "chosen", "chosen, dropped"],
+)
+def test_a_step_of_larger_sizes_than_planned_leaves_its_plan_within_the_budget(
+    model_of, keeps, is_looked_at, monkeypatch
+):
+    allocation_counter.prepare(waits=True)
+    if not is_looked_at:
+        no_look_at_planned_bytes(monkeypatch)
+    model = with_gradients(model_of())
+    plain = with_gradients(copy.deepcopy(model))
+
+    def run(model, rows):
+        model.zero_grad(set_to_none=False)
+        batch = Rows(rows)
+        return peak_bytes(lambda: model(batch).square().mean().backward())
+
+    allowed = int((1.05 if keeps else 0.7) * run(plain, 128))
+    with lowtide.fit(model, budget=2 * resident_bytes(model) + allowed) as fit:
+        for _ in range(3):
+            run(model, 128)
+            fit.wait()
+        assert fit.status().in_force and (fit.plan.counts["recompute"] == 0) == keeps
+        peak = run(model, 224)
+        status = fit.status()
+    plain_peak = run(plain, 224)
+
+    assert all(map(torch.equal, gradients(model), gradients(plain)))
+    assert (peak <= 1.01 * allowed) == is_looked_at and plain_peak > 1.4 * allowed
+    assert any("more than planned" in reason for reason in status.reasons) == is_looked_at
+    assert status.plan_left_steps == is_looked_at
+
+
+@pytest.mark.parametrize("is_looked_at", [True, False])
+def test_a_model_without_modules_leaves_its_plan_between_two_of_its_ops(is_looked_at, monkeypatch):
+    allocation_counter.prepare(waits=True)
+    if not is_looked_at:
+        monkeypatch.setattr(PlannedBytes, "is_passed", lambda self, op, has_run: False)
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(64))
+
+        def forward(self, rows):
+            x = torch.zeros(1024, 64)
+            x[: len(rows.x)] = rows.x + 100.0
+            x = x[x[:, 0] > 50] * self.scale
+            for _ in range(16):
+                x = torch.tanh(x * self.scale).sin()
+            return x
+
+    model = with_gradients(Chain())
+    plain = with_gradients(copy.deepcopy(model))
+
+    def run(model, rows):
+        model.zero_grad(set_to_none=False)
+        batch = Rows(rows)
+        return peak_bytes(lambda: model(batch).square().mean().backward())
+
+    allowed = int(0.5 * run(plain, 512))
+    with lowtide.fit(model, budget=2 * resident_bytes(model) + allowed) as fit:
+        for _ in range(3):
+            run(model, 512)
+            fit.wait()
+        assert fit.status().in_force and fit.plan.counts["recompute"] > 0
+        peak = run(model, 896)
+        status = fit.status()
+    run(plain, 896)
+
+    assert all(map(torch.equal, gradients(model), gradients(plain)))
+    assert (peak <= 1.02 * allowed) == is_looked_at == bool(status.plan_left_steps)
 
 
 class Choosing(nn.Module):
@@ -287,6 +393,7 @@ def test_the_batch_counts_in_what_a_step_that_left_its_plan_may_take(monkeypatch
     model = with_gradients(Changing())
     with fitted(model, allowance(model)) as fit:
         began, begin_step = [], OnlineTape.begin_step
+        monkeypatch.setattr(StepMemory, "made_bytes", lambda self: None)
         monkeypatch.setattr(PlannedStep, "made_bytes_after", lambda self, op: 0)
         monkeypatch.setattr(OnlineTape, "begin_step", lambda self, size=0: began.append(size) or begin_step(self, size))
         model.way = EXTRA

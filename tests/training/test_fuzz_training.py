@@ -2,14 +2,17 @@
 
 python tests/training/test_fuzz_training.py 2000        trains as many programs, of all lengths, and counts the outcomes
 python tests/training/test_fuzz_training.py 2000 kinds  the same for each kind of step
+python tests/training/test_fuzz_training.py 2000 leaves the same with steps that leave their plan before some op
 """
 
 import collections
 import copy
 import logging
+import random
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -19,8 +22,10 @@ from support.training_steps import differing, outcome
 from torch import nn
 
 import lowtide
+from lowtide.device import allocation_counter
 from lowtide.tape import recipes, tape
 from lowtide.tape.online import release
+from lowtide.tape.planned_bytes import PlannedBytes
 
 EQUAL, DIFFERS, REFUSED, SAME_ERROR, OTHER_ERROR, IDLE = (
     "equal", "differs", "refused by name", "plain PyTorch refuses it too", "fails only here", "never under a plan",
@@ -144,12 +149,46 @@ def result_of(seed: int, length: int, run: Run = usual) -> str:
     return EQUAL if planned else IDLE
 
 
-def tally(seeds: range, length: int, run: Run = usual) -> collections.Counter[str]:
+def _is_before(last_op: int, op: int, *, has_run: bool) -> bool:
+    return op == last_op
+
+
+def leaves_before(seed: int, length: int, run: Run = usual) -> str:
+    """How steps end of which one leaves its plan before some op, as where more lives than planned."""
+    model, x = draw(seed, length)
+    bare, left = copy.deepcopy(model), 0
+    is_passed, at = PlannedBytes.is_passed, random.Random(seed).randrange(2 * length)
+    allocation_counter.prepare(waits=True)
+    with lowtide.fit(model, budget="40%") as fit:
+        for leaves in (False, False, True, False, True):
+            last_op = at if leaves else -1
+            PlannedBytes.is_passed = staticmethod(partial(_is_before, last_op))
+            try:
+                expected, found = one_step(bare, x, run), one_step(model, x, run)
+            finally:
+                PlannedBytes.is_passed = is_passed
+            if isinstance(expected, Exception):
+                return SAME_ERROR
+            if isinstance(found, Exception):
+                return REFUSED if isinstance(found, lowtide.LowtideError) else OTHER_ERROR
+            if differing(expected, found):
+                return DIFFERS
+            if fit.status().steps:
+                fit.wait()
+        left = fit.status().plan_left_steps
+        if any("an error of lowtide's own" in reason for reason in fit.warnings):
+            return OTHER_ERROR
+    return EQUAL if left else IDLE
+
+
+def tally(
+    seeds: range, length: int, run: Run = usual, result: Callable[[int, int, Run], str] = result_of
+) -> collections.Counter[str]:
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # out= on a tensor of another size
-            return collections.Counter(result_of(seed, length, run) for seed in seeds)
+            return collections.Counter(result(seed, length, run) for seed in seeds)
     finally:
         logging.disable(logging.NOTSET)
 
@@ -178,6 +217,14 @@ def test_no_other_kind_of_step_trains_silently_wrong(run):
     assert found[EQUAL] > (0 if is_quick() else 2)
 
 
+@pytest.mark.parametrize("run", [usual, penalty, retained], ids=lambda run: run.__name__)
+def test_no_step_that_leaves_its_plan_before_some_op_trains_silently_wrong(run):
+    found = tally(range(7000, 7006) if is_quick() else range(7000, 7020), 9, run, leaves_before)
+
+    assert set(found) <= {EQUAL, REFUSED, SAME_ERROR, IDLE}, found
+    assert found[EQUAL] > (0 if is_quick() else 4)
+
+
 def no_inplace_ops_in_recipes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recipes.Recipe, "extend", lambda self, *args: None)
 
@@ -199,4 +246,5 @@ if __name__ == "__main__":
     count = int(sys.argv[1]) // len(LENGTHS)
     for length in LENGTHS:
         for run in KINDS if "kinds" in sys.argv else (usual,):
-            print(length, run.__name__, dict(tally(range(10**6, 10**6 + count), length, run)), flush=True)
+            result = leaves_before if "leaves" in sys.argv else result_of
+            print(length, run.__name__, dict(tally(range(10**6, 10**6 + count), length, run, result)), flush=True)

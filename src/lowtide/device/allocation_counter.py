@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,24 @@ class AllocationWindow:
         """The last that is known: ``left`` bytes now."""
         self._left = left - self._start
 
+    def reader(self, start_bytes: int = 0) -> Callable[[], int | None]:
+        """Tells what lives now less ``start_bytes``, as ``peak_bytes`` counts; None: nobody counts any more.
+
+        On an accelerator 0 as long as nothing was allocated.
+        """
+        now, handle, device = _library.lowtide_counter_now, self._place.handle, self._device
+        start_bytes += self._start
+        reference = weakref.ref(self)
+
+        def read() -> int | None:
+            window = reference()
+            if window is None or window._left is not None:
+                return None
+            found = now(handle, device)
+            return found - start_bytes if found or device == _HOST else 0
+
+        return read
+
     @property
     def peak_bytes(self) -> int:
         """On a CPU above what was there at the start; on an accelerator all that was allocated, 0: nothing was."""
@@ -125,7 +144,7 @@ class _Place:
     """A counter, while any window of it is open."""
 
     def __init__(self, handle: int) -> None:
-        self._handle, self._key = handle, _library.lowtide_counter_here()
+        self.handle, self._key = handle, _library.lowtide_counter_here()
         self.windows: weakref.WeakSet[AllocationWindow] = weakref.WeakSet()
         _places[self._key] = self
 
@@ -134,11 +153,11 @@ class _Place:
         return _places.get(self._key) is self
 
     def now(self, device: int) -> int:
-        return int(_library.lowtide_counter_now(self._handle, device))
+        return int(_library.lowtide_counter_now(self.handle, device))
 
     def note_peaks(self) -> None:
         devices = {window.device for window in self.windows}
-        peaks = {device: int(_library.lowtide_counter_take_peak(self._handle, device)) for device in devices}
+        peaks = {device: int(_library.lowtide_counter_take_peak(self.handle, device)) for device in devices}
         for window in self.windows:
             window.note(peaks)
 
@@ -163,8 +182,8 @@ class _Place:
 
     def _stop(self) -> None:
         del _places[self._key]
-        _library.lowtide_counter_stop(self._handle)
-        _library.lowtide_counter_free(self._handle)
+        _library.lowtide_counter_stop(self.handle)
+        _library.lowtide_counter_free(self.handle)
 
 
 def count(device: str | torch.device = "cpu") -> AllocationWindow | None:

@@ -8,7 +8,6 @@ for a transient result, the tape holds no reference to it but finds it again as 
 Outside backward (``grad_fn._saved_self`` is read, for example) every replay is transient and none is counted.
 """
 
-import gc
 import threading
 import weakref
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from torch._C import _current_graph_task_id as graph_task
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.errors import ReplayError
-from lowtide.step.execution_state import ExecutionState, no_autocast
+from lowtide.step.execution_state import no_autocast
 from lowtide.tape.recipes import Recipe, count_use, keeps_graph
 from lowtide.tape.values import Source, Value, View, stand_for
 
@@ -163,11 +162,6 @@ class Burst:
                 del self.transient[value]
                 if value.source is not None:  # None: the original has been put in place
                     value.tensor = None
-
-
-def recipes_of(run: ExecutionState) -> list[weakref.ref[Recipe]]:
-    """Recipes of one forward pass that still live. Looks at every object there is: some 0.1 s."""
-    return [weakref.ref(o) for o in gc.get_objects() if type(o) is Recipe and o.run is run]
 
 
 def replay_readers(storage: torch.UntypedStorage, recipes: Iterable[weakref.ref[Recipe]]) -> None:

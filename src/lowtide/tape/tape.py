@@ -50,9 +50,10 @@ from lowtide.tape.calls_under_plan import CallUnderPlan
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.online.online_tape import OnlineTape
+from lowtide.tape.planned_bytes import PlannedBytes
 from lowtide.tape.program import PlanProgram, TapedCall, TapedOp
 from lowtide.tape.recipes import Recipe, nth_tensor
-from lowtide.tape.replay import recipes_of, replay_readers, unpacked
+from lowtide.tape.replay import replay_readers, unpacked
 from lowtide.tape.values import (
     MARK,
     Kept,
@@ -125,6 +126,7 @@ class Tape(SwitchedMode):
             planned op that ran (-1: none). What runs from there on is not the plan's any more: the online tape that it
             returns, which is in place when it returns, sees it. Where it returns None, it is saved.
         matches_all: Every op is matched, also where nothing is to be done.
+        planned_bytes: What lives as planned. If more does, the plan ends as where other ops run.
         seals: On a device: those of all forward passes, once something is sealed there.
         proved: Ops of the present forward pass ran twice, which takes memory that the plan does not know.
     """
@@ -144,12 +146,14 @@ class Tape(SwitchedMode):
         self.on_refusal: Callable[[TierError], None] | None = None
         self.on_divergence: Callable[[int], OnlineTape | None] | None = None
         self.matches_all = False
+        self.planned_bytes: PlannedBytes | None = None
         self.proved = False
         self.seals: SealsOnDevice | None = None
         self._diverged_after: int | None = None  # the last op that ran as planned
         self._told = False  # ``on_divergence`` has been called
         self._online: OnlineTape | None = None  # what it returned
-        self._recipes: list[weakref.ref] | None = None  # of the present forward pass, once somebody has looked
+        self._recipes: list[weakref.ref[Recipe]] = []  # of the present forward pass
+        self._only_counts = False  # it drops nothing, and matches no op: what the step holds is all that matters
         self._call = _OpenCall(None)
         self._callers: list[_OpenCall] = []
         self._marked: list[weakref.ref] = []
@@ -200,8 +204,11 @@ class Tape(SwitchedMode):
     def begin(self, call: TapedCall) -> None:
         """A new forward pass starts."""
         self._call, self._callers = _OpenCall(call), []
-        self._region, self._diverged_after, self._told, self._recipes = call, None, False, None
+        self._region, self._diverged_after, self._told, self._recipes = call, None, False, []
         self._online = None
+        self._only_counts = self.program.keeps_everything and not (self.matches_all or self.rehearses)
+        if self.planned_bytes is not None:
+            self.planned_bytes.begin_call(call)
         self.proved = False
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         if self.seals is not None:
@@ -241,6 +248,8 @@ class Tape(SwitchedMode):
                 caller.num_calls = at + 1
             else:
                 planned = self._out_of_order(caller, caller.planned, path)
+        if self._holds_too_much(planned):
+            planned = None
         if self._diverged_after is not None:
             self._leave_plan()
             if self._online is not None:
@@ -251,7 +260,8 @@ class Tape(SwitchedMode):
             self._seal_unheld()
         if planned is not None:
             self._need_less(call, planned)
-            if not (call.watches or planned.has_actions_inside):
+            rises = self.planned_bytes is not None and self.planned_bytes.rises_in(planned)
+            if not (call.watches or planned.has_actions_inside or rises):
                 call.unobserved = True
                 module_calls.thread_state.observer = None  # until ``leave``
         if call.watches is not self.watches or call.hooks is not self.hooks:
@@ -279,8 +289,21 @@ class Tape(SwitchedMode):
         if self._online is not None:
             self._online.leave_outer()
         self._call = caller = self._callers.pop()
+        if self._holds_too_much(call.planned, ended=True):
+            self._leave_plan()
         if caller.watches is not self.watches or caller.hooks is not self.hooks:
             self._switch_for(caller)
+
+    def _holds_too_much(self, call: TapedCall | None, *, ended: bool = False) -> bool:
+        """Whether so much more than planned lives where ``call`` begins, or has ended, that the plan ends here."""
+        planned = self.planned_bytes
+        if planned is None or self._diverged_after is not None:
+            return False
+        if call is None or call.last_op < 0:
+            passed = planned.is_full()
+        else:
+            passed = planned.is_passed(call.last_op if ended else call.first_op, has_run=ended)
+        return passed and self._diverge(passed=True)
 
     def _switch_for(self, call: _OpenCall) -> None:
         if call.watches is not None and call.hooks is not None:
@@ -292,7 +315,9 @@ class Tape(SwitchedMode):
         Hooks stay where a dropped tensor from outside may be saved, and everywhere if tensors move: each unpack counts,
         since copies settle and fetches start at those that the plan names.
         """
-        if not (self._wrapped or self._pauses or self.rehearses or self.matches_all):
+        if self._only_counts:
+            call.watches = call.hooks = False
+        elif not (self._wrapped or self._pauses or self.rehearses or self.matches_all):
             if planned.ops or not planned.has_actions_inside:
                 call.watches, call.hooks = planned.has_actions, planned.needs_hooks or self.program.moves_anything
             else:
@@ -315,16 +340,20 @@ class Tape(SwitchedMode):
 
     # -- other ops than planned ---------------------------------------------------------------------------------
 
-    def _diverge(self) -> bool:
-        """The region runs other ops than planned: whether the plan ends here."""
-        if self.on_divergence is None:
+    def _diverge(self, *, passed: bool = False) -> bool:
+        """The region runs other ops than planned, or has ``passed`` what may live: whether the plan ends here.
+
+        Where it keeps everything, other ops alone are no reason.
+        """
+        if self.on_divergence is None or (self._only_counts and not passed):
             return False
         if self._diverged_after is None:
             self._diverged_after = self._last_op()
+            ours = not self._only_counts  # else no recipe of ours is to be seen to
             for call in (*self._callers, self._call):
                 call.path = call.planned.path if call.planned is not None else ""
-                call.planned, call.watches, call.hooks = None, True, True
-            self.switch(watches=True, hooks=True)
+                call.planned, call.watches, call.hooks = None, ours, ours
+            self.switch(watches=ours, hooks=ours)
         return True
 
     def _last_op(self) -> int:
@@ -414,6 +443,9 @@ class Tape(SwitchedMode):
             if call.next < len(planned.ops):
                 op = planned.ops[call.next]
                 if (op.func is func or op.bind(func)) and not is_autograds_own(func):
+                    bytes_now = self.planned_bytes
+                    if bytes_now is not None and bytes_now.is_passed(op.number, has_run=False):
+                        return self._run_beyond_plan(func, args, kwargs or {})
                     call.next += 1
                     if op.drops:
                         result = self._record(op, args, kwargs or {})
@@ -429,18 +461,24 @@ class Tape(SwitchedMode):
             if self._callers or not self._whole_step:  # outside the model others may run besides, a metric or a log
                 self._diverge()
                 self._close(call)  # the rest of this module call is saved
+        return self._run_unplanned(func, args, kwargs or {})
+
+    def _run_beyond_plan(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """``func`` is the planned op, and too much lives: the plan ends before it."""
+        self._diverge(passed=True)
+        return self._run_unplanned(func, args, kwargs)
+
+    def _run_unplanned(self, func: Any, args: tuple, kwargs: dict) -> Any:
         self.counts.unplanned += 1
         if self._diverged_after is not None:
             self._leave_plan()
             if written_arguments(func):
-                self._replay_what_reads(written_tensors(func, args, kwargs or {}))
-        unmark_written(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+                self._replay_what_reads(written_tensors(func, args, kwargs))
+        unmark_written(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _replay_what_reads(self, targets: list[torch.Tensor]) -> None:
         """``targets`` are about to be written, of which the plan knows nothing: what it dropped may be made of them."""
-        if self._recipes is None:
-            self._recipes = recipes_of(self._run)
         for target in targets:
             if (storage := storage_of(target)) is not None:
                 replay_readers(storage, self._recipes)
@@ -499,6 +537,7 @@ class Tape(SwitchedMode):
                 value.seal = self._seal(tensor)
         if not single:
             recipe.outputs = outputs
+        self._recipes.append(weakref.ref(recipe))
 
     def _seal(self, tensor: torch.Tensor) -> Seal:
         """A sum that a replay of ``tensor`` has to have; on a device nobody waits for it."""

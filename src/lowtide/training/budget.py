@@ -155,9 +155,11 @@ class StepBudget:
                 parts[storage._cdata] = parts.get(storage._cdata, 0) + tensor.nbytes
         return sum(min(whole, parts[key]) for key, whole in wholes.items())
 
-    def for_step(self, model: nn.Module, batch: object) -> int:
-        """Bytes for what a step makes that starts now, on ``batch``."""
+    def for_step(self, model: nn.Module, batch: object, made_bytes: int = 0) -> int:
+        """Bytes for what a step makes that starts now, on ``batch``, or that has made and holds ``made_bytes``."""
         self.read_memory(model, batch)
+        if is_accelerator(self.device):  # where all that is allocated is among what is resident
+            self.resident_bytes -= made_bytes
         there = self.resident_bytes + self.batch_bytes
         if self.absolute_bytes is None:  # a percentage: the first step may take what is free
             limits = there + self.free_bytes(), self.most_bytes, self.first_bytes
@@ -168,7 +170,7 @@ class StepBudget:
             self.segments_bytes = bytes_for_segments(room)
         elif is_accelerator(self.device) and (available := available_bytes(self.device)) is not None:
             # The device may have less than the budget, and what it has is in segments.
-            has = max(0, available - bytes_for_segments(available))
+            has = max(0, available + made_bytes - bytes_for_segments(available))
             self.segments_bytes = max(0, room - has)
         return room - self.segments_bytes
 

@@ -116,7 +116,10 @@ class FittedCall:
             tape.matches_all = True  # nobody has seen a real step under it
         step.planned_calls += 1
         tape.on_divergence = lifecycle.go_online
-        if planned.keeps_everything and not tape.matches_all:
+        tape.planned_bytes = None
+        if position < len(planned.shapes) and not (step.is_shared or lifecycle.plans_by_shape.is_sharded):
+            tape.planned_bytes = lifecycle.memory.planned_bytes(planned)
+        if planned.keeps_everything and not tape.matches_all and tape.planned_bytes is None:
             return _Call(lifecycle, position)
         if planned.needs_whole_step:
             if at == 0:

@@ -43,6 +43,7 @@ from lowtide.training.shared_tiers import SharedTiers
 from lowtide.training.status import Counters
 from lowtide.training.step_memory import StepMemory
 from lowtide.training.watched_step import WatchedStep
+from lowtide.units import format_bytes
 
 _MOST_AWAITED = 16  # calls of a step whose backward may come apart: for so many backward passes nothing is told
 _STEPS_INSIDE = (
@@ -59,6 +60,13 @@ _HOLDS_GRAPHS = (
     "something holds on to the graphs of earlier steps (a loss or metric that was not detached), so it is not known "
     "where a step ends: they run online. Call .detach() or .item() on what you keep"
 )
+
+
+def _held_more(more_bytes: int) -> str:
+    return (
+        f"the last step that left its plan held {format_bytes(more_bytes)} more than planned (sizes that depend on "
+        "data, or more rows than its call shows): the rest of it ran within the budget without a plan"
+    )
 
 
 class Lifecycle:
@@ -207,7 +215,12 @@ class Lifecycle:
         """The step runs other ops than its plan after ``last_op``: the rest of it is online."""
         planned, model = self.step.planned, self._model()
         assert planned is not None and model is not None
-        there = planned.graph.resident["batch"] + planned.made_bytes_after(last_op)
+        made = self.memory.made_bytes()
+        made = made if made is not None and made > 0 else planned.made_bytes_after(last_op)
+        # On an accelerator the batch is resident, as all that was there before the step.
+        there = made if is_accelerator(self._budget.device) else planned.graph.resident["batch"] + made
+        if (counted := planned.tape.planned_bytes) is not None and counted.passed_by:
+            self._reasons.say_first("passed", _held_more(counted.passed_by))
         try:
             self._open_watch(OnlineTape, model, (), unseen_bytes=there)
         except Exception as error:  # the step goes on without us
@@ -215,7 +228,8 @@ class Lifecycle:
         return self.step.watch
 
     def _open_watch(self, kind: type[OnlineTape], model: nn.Module, batch: object, unseen_bytes: int = 0) -> None:
-        watch = kind(model, self._budget.for_step(model, batch), self._expected, self._known_calls)
+        budget_bytes = self._budget.for_step(model, batch, unseen_bytes)
+        watch = kind(model, budget_bytes, self._expected, self._known_calls)
         self.step.watch = watch
         watch.begin_step(unseen_bytes)
         self.step.seam = self.seams.open(watch)
@@ -336,7 +350,7 @@ class Lifecycle:
             self.leave_plan(failed=failed or self.step.spoiled)
         step, self.step = self.step, RunningStep()
         if step.planned is not None:
-            step.planned.tape.on_divergence = None  # it refers to us
+            step.planned.tape.on_divergence = step.planned.tape.planned_bytes = None  # they refer to us
         for seam in step.seams:
             self.seams.close(seam)
         if is_called:  # no other step begins in it

@@ -12,6 +12,7 @@ from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.plan import Plan
 from lowtide.shapes.call_shapes import CallShape, shape_of_signature
 from lowtide.simulation.simulator import simulate
+from lowtide.tape.planned_bytes import PlannedBytes
 from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
 
@@ -84,15 +85,18 @@ class PlannedStep:
         return self.tape.program.root.has_actions or saves_again or bool(self.plan.tiers)
 
     @cached_property
-    def _made_bytes(self) -> list[int]:
-        """What the step has made and still holds after each of its forward ops, under the plan."""
-        live_bytes = simulate(self.graph, self.costs, self.plan).live_bytes
+    def planned_bytes(self) -> PlannedBytes:
+        """What lives before and after each forward op."""
+        start_bytes = self.graph.start_bytes
+        made = [0, *(live - start_bytes for live in simulate(self.graph, self.costs, self.plan).live_bytes)]
         at = {number: event for event, (kind, number) in enumerate(self.graph.events) if kind == RUN}
-        return [live_bytes[at[op.id]] - self.graph.start_bytes for op in self.graph.forward_ops]
+        events = [at[op.id] for op in self.graph.forward_ops]
+        peak = self.plan.measurable_peak_bytes - start_bytes
+        return PlannedBytes([made[event] for event in events], [made[event + 1] for event in events], peak)
 
     def made_bytes_after(self, op: int) -> int:
         """What a step as planned has made and still holds after forward op ``op``; 0 before the first."""
-        return self._made_bytes[op] if op >= 0 else 0
+        return self.planned_bytes.after[op] if op >= 0 else 0
 
     def serves(self, at: int, shape: CallShape) -> bool:
         """Whether the step's call at place ``at`` may be one of ``shape``: the step itself was found to fit."""

@@ -415,7 +415,7 @@ class PlansByShape:
             where = planned.plan.frames[op.frame].path or ("the model" if op.frame else "the loss outside the model")
             self._reasons.say(
                 f"sizes of {op.name} in {where} depend on data: a planned step in which they are larger than in the "
-                "planned one takes more than the budget. Leave room for that"
+                "planned one leaves its plan where a module call shows that, and takes more than the budget elsewhere"
             )
         for replaced in [p for p in self.plans if p.shapes == planned.shapes]:
             if replaced.graph is planned.graph:

@@ -1,5 +1,7 @@
 """Lowers a model's budget when a step runs out of memory or others take it, and reports steps that went over it."""
 
+from collections.abc import Callable
+
 from torch import nn
 
 from lowtide.device import allocation_counter
@@ -12,6 +14,7 @@ from lowtide.step.data_parallel import gradients_are_buckets, unseen_bucket_byte
 from lowtide.step.operators import gradient_of, storage_of
 from lowtide.step.subclasses import plain_tensors
 from lowtide.tape.online.online_tape import OnlineTape
+from lowtide.tape.planned_bytes import PlannedBytes
 from lowtide.training.budget import StepBudget
 from lowtide.training.memory_held import held_by_plan, held_now
 from lowtide.training.notices import Notices
@@ -52,6 +55,7 @@ class StepMemory:
         self._planned_over_bytes, self._planned_over_reason = 0, ""
         self._window: PeakWindow | None = None  # of the present step, on a device
         self._allocated: AllocationWindow | None = None  # of the present step
+        self._made_bytes: Callable[[], int | None] | None = None  # what it has made and still holds
         self._reports_all = False  # the device's allocator does to the counter, as a step has shown
         self._was_counted = False  # the last step
         self._has_budget = False  # the present step: no percentage that waits for it
@@ -169,11 +173,25 @@ class StepMemory:
         self.forget_step()
         self._has_budget = self._budget.absolute_bytes is not None
         device = self._budget.device
-        self._allocated = allocation_counter.count(device)
+        self._allocated = counter = allocation_counter.count(device)
+        beside_bytes = self._start_bytes if is_accelerator(device) else 0
+        self._made_bytes = None if counter is None else counter.reader(beside_bytes)
         if is_accelerator(device) and not (self._allocated and self._reports_all):
             self._window = PeakWindow(device, afresh=step is not None and step.counted_peak_bytes is None)
         elif self._allocated is None and (why := self._why_not_counted()) is not None:
             self._reasons.say_first("not counted", why)
+
+    def made_bytes(self) -> int | None:
+        """What the present step has made and still holds; None where nobody counts."""
+        return None if self._made_bytes is None else self._made_bytes()
+
+    def planned_bytes(self, step: PlannedStep) -> PlannedBytes | None:
+        """What is to live in the present step, under this plan; None where nobody counts."""
+        if self._budget.is_of_reserved or not self._has_budget or self._made_bytes is None:
+            return None
+        most = max(self._budget.limit_bytes, self._plans_by_shape.allowed_bytes(step.shapes[0]))
+        step.planned_bytes.begin_step(most - step.graph.start_bytes, self._made_bytes)
+        return step.planned_bytes
 
     def _why_not_counted(self) -> str | None:
         """Why a step on a CPU goes by uncounted, to be told; None: the counter is still to come."""
@@ -234,7 +252,7 @@ class StepMemory:
     def _counted_peak(self, beside_bytes: int) -> int | None:
         """What the allocator counted since the step began, what was there before included; None: nobody counted."""
         self.stop_counting()
-        allocated, self._allocated = self._allocated, None
+        allocated, self._allocated, self._made_bytes = self._allocated, None, None
         of_statistic = self._close_window()
         if allocated is None:
             return of_statistic
