@@ -14,7 +14,7 @@ def line(name):
 
 def test_steps_that_leave_a_plan_keep_their_bits_and_their_budget():
     found = line("more_layers")
-    assert [step["kind"] for step in found["steps"]] == [1, 2, 3]
+    assert [step["kind"] for step in found["steps"]] == [1, 2, 3] * 4  # tight and roomy, met before or not
     assert all(step["bitwise_equal"] and step["planned_before"] >= 3 for step in found["steps"])
     assert all(max(step["peaks"]) <= 1.05 * step["budget_bytes"] < step["plain_peak_bytes"] for step in found["steps"])
     assert "of the budget" in changing_steps.told(found)

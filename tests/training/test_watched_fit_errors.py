@@ -115,6 +115,7 @@ def test_other_ops_than_planned_go_on_online_and_are_watched_again(model, budget
 
 
 def test_a_planned_op_that_gives_other_bits_is_kept(model, budget, monkeypatch):
+    monkeypatch.setattr("lowtide.tape.online.release.Releaser.prove_rest", lambda self: None)  # some are left to prove
     with lowtide.fit(model, budget=budget) as fit:
         train(model, [batch_of()])
         fit.wait()
