@@ -7,6 +7,8 @@ import torch
 from support.watched_training import Layered, activation_bytes, batch_of, reasons_of, resident_bytes, same, train
 
 import lowtide
+from lowtide.training.plans_by_shape import PlansByShape
+from lowtide.training.watched_step import WatchedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WATCHED = (96, 112, 128)  # each larger than what was planned before: none is served by a plan
@@ -159,3 +161,22 @@ def test_where_nothing_follows_the_plan_used_least_recently_goes(model, budget):
             planned.append(fit.status().in_force)
 
     assert planned == [True, True, False]
+
+
+def test_where_no_plan_serves_any_step_few_are_recorded(model, monkeypatch):
+    recorded, graph_and_costs = [], WatchedStep.graph_and_costs
+    monkeypatch.setattr(PlansByShape, "_is_family_shape", lambda self, shape: False)
+    monkeypatch.setattr(
+        WatchedStep, "graph_and_costs", lambda self, *args: (recorded.append(self), graph_and_costs(self, *args))[1]
+    )
+    rows = range(48, 144, 4)  # each larger than what is planned
+    with lowtide.fit(model, budget=budget_of(model, 48)) as fit:
+        for n in rows:
+            train(model, [batch_of(n)])
+            fit.wait()
+        status = fit.status()
+        assert 3 <= len(recorded) <= 3 + len(rows) // 8 + 1
+        assert status.planned_steps == 0 and "plans have served no step" in status.why_not
+
+        train(model, [batch_of(48)] * 3)
+        assert fit.status().planned_steps > 0

@@ -44,6 +44,7 @@ _LEAST_TIMED = 2  # steps: one may be slow by chance
 _PEAK_TOLERANCE = 0.01  # of what a step may take: a plan is kept that took so much more
 _STEPS_REMEMBERED = 8  # of one pattern: where most of them ran other ops than planned, no plan fits
 _MOST_EVENTS_AT_ONCE = 10_000  # of a graph that is planned while a step waits: a second or two
+_MOST_IN_VAIN, _THEN_EVERY = 3, 8  # plans that served no step; of the steps after them, so many are recorded
 _MOST_TOLD = 3  # plans, one line each: batches of many sizes have many
 _WORTH_OWN_PLAN = 0.005  # of the plain step's time: what a step that makes its gradients could do without
 _MUCH_SMALLER = 0.85  # of the shape whose plan serves it: worth a plan of its own
@@ -128,6 +129,7 @@ class PlansByShape:
         self._budget_bytes: int | None = None  # None before the first watched step
         self._choice_after = 0  # so many steps: another look at which shapes are worth a plan
         self._num_steps = 0
+        self._in_vain = 0  # plans that came since one of them has served a step
         self._afresh_at, self._times_afresh = -_STEPS_REMEMBERED, 0  # see ``start_afresh``: after which step, in a row
 
     # -- which plan -----------------------------------------------------------------------------------------
@@ -140,6 +142,7 @@ class PlansByShape:
         latest = self.plans[-1] if self.plans else None
         as_before = latest is not None and latest.shapes[0] == shape == latest.last_served and not latest.diverged
         if as_before and shape not in self._doubted:
+            self._in_vain = 0
             return latest
         self.seen.add(shape)
         if shape in self._doubted and shape not in self._refused:
@@ -157,13 +160,19 @@ class PlansByShape:
         if found is None:
             return None
         found.last_served = shape
+        self._in_vain = 0
         self.plans.remove(found)
         self.plans.append(found)
         return found
 
     def wants_graph(self, shape: CallShape) -> bool:
-        """Whether a watched step of ``shape`` should be recorded."""
+        """Whether a watched step of ``shape`` should be recorded.
+
+        Where plan after plan serves no step, since each is of another shape, few are: recording costs more than a step.
+        """
         if shape in self._refused or shape.pattern in self._unsteady:
+            return False
+        if self._in_vain >= _MOST_IN_VAIN and self._num_steps % _THEN_EVERY:
             return False
         return not self._is_waiting_for(shape) or self._statistics.wants(shape)
 
@@ -259,6 +268,11 @@ class PlansByShape:
             return "steps like the last one run other ops each time, so they run online"
         if self._is_waiting_for(shape):
             return "the plan for the last step is still being made"
+        if self._in_vain >= _MOST_IN_VAIN:
+            return (
+                f"the last {self._in_vain} plans have served no step, since each step is of other shapes: "
+                f"of {_THEN_EVERY} steps one is recorded"
+            )
         return "the last step was watched, to plan the next"
 
     def _keep_diverged(self, planned: PlannedStep) -> bool:
@@ -687,6 +701,7 @@ class PlansByShape:
         assert model is not None  # it is being called
         tape = Tape(program_of(plan), model, self._tiers.open_for(plan))
         tape.matches_all = any(self._diverged[shapes[0].pattern])
+        self._in_vain += 1
         planned = PlannedStep(plan, graph, costs, shapes, tape, num_nodes=self._num_nodes.get(shapes, {}))
         watched, flags, proven_ops = self._proven.get(shapes, (None, None, frozenset()))
         if watched is graph:
