@@ -56,13 +56,15 @@ def changing_summary(lines: list[dict]) -> str:
     kept = [step for step in steps if max(step["peaks"]) <= KEPT * step["budget_bytes"]]
     over = [step for step in steps if max(step["peaks"]) > step["budget_bytes"]]
     told = [step for step in over if step["told"]]
+    untold = max((max(s["peaks"]) / s["budget_bytes"] - 1 for s in over if not s["told"]), default=0.0)
     ran = [*steps, *(line for line in _of(lines, leaves=False) if line["status"] == "ok")]
     commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
     return "\n".join(
         [
             f"- Bits: equal in {sum(found['bitwise_equal'] for found in ran)} of {len(ran)}.",
             f"- Left in mid-step: at most 1.05 of the budget in {len(kept)} of {len(steps)}.",
-            f"- Above the budget: {len(over)} of {len(steps)}; of these told: {len(told)}.",
+            f"- Above the budget: {len(over)} of {len(steps)}; of these told: {len(told)}, of the others none by more than "
+            f"{100 * untold:.1f} %.",
             "",
             f"{lines[0]['device']}, one thread, torch {lines[0]['torch']}, commit {commits}.",
         ]

@@ -31,7 +31,7 @@ class Phase(Enum):
     OVER = auto()  # a backward has ended on another thread: what is in place goes when the step's own comes back
 
 
-_MOST_TAKEN_IN = 8
+_MOST_TAKEN_IN = 8  # calls without gradients, of one step
 
 
 class RunningStep:
