@@ -63,8 +63,8 @@ def changing_summary(lines: list[dict]) -> str:
         [
             f"- Bits: equal in {sum(found['bitwise_equal'] for found in ran)} of {len(ran)}.",
             f"- Left in mid-step: at most 1.05 of the budget in {len(kept)} of {len(steps)}.",
-            f"- Above the budget: {len(over)} of {len(steps)}; of these told: {len(told)}, of the others none by more than "
-            f"{100 * untold:.1f} %.",
+            f"- Above the budget: {len(over)} of {len(steps)}; of these told: {len(told)}, of the others none by more "
+            f"than {100 * untold:.1f} %.",
             "",
             f"{lines[0]['device']}, one thread, torch {lines[0]['torch']}, commit {commits}.",
         ]
