@@ -1,6 +1,7 @@
 """The budget of a step in bytes, resident memory included, and how many of them the step may still allocate."""
 
 import sys
+from collections.abc import Iterable
 from itertools import chain
 
 import torch
@@ -62,7 +63,7 @@ class StepBudget:
         self.is_of_reserved = kind == "reserved"
         self.optimizers = TrainingOptimizers(model, optimizer)
         self._workspaces = KeptWorkspaces()
-        self._of_model = self._bytes_of(model)
+        self._of_model, _ = self._bytes_of(model)
         self.batch_bytes = self.segments_bytes = 0
         self._quick_key, self._quick_state_bytes = (-1, 0), 0  # see ``quick_resident_bytes``
         self.read_memory(model)
@@ -117,8 +118,7 @@ class StepBudget:
 
     def read_memory(self, model: nn.Module, batch: object = ()) -> None:
         """Note the resident memory of a step that starts now, on ``batch``."""
-        of_model = self._bytes_of(model)
-        self.batch_bytes = self._bytes_of(model, batch) - of_model
+        of_model, self.batch_bytes = self._bytes_of(model, batch)
         self._workspaces.take(self.device)
         allocated = device_bytes(self.device) if is_accelerator(self.device) else None
         self.resident_bytes = max(of_model, (allocated or 0) - self.batch_bytes)
@@ -134,7 +134,7 @@ class StepBudget:
                 if part is None:
                     continue
                 if type(part) not in _PLAIN or part.device != self.device or storage_of(part) is None:
-                    return self._bytes_of(model)
+                    return self._bytes_of(model)[0]
                 storage = part.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes()
         key = parameter_bytes, len(getattr(self.optimizers.all(), "state", None) or ())
@@ -232,16 +232,21 @@ class StepBudget:
         """Of what a step may make, a tenth less."""
         return limit_bytes - int(LOWERED_BY * max(0, limit_bytes - self.resident_bytes))
 
-    def _bytes_of(self, model: nn.Module, batch: object = ()) -> int:
+    def _bytes_of(self, model: nn.Module, batch: object = ()) -> tuple[int, int]:
+        """What the model takes, with gradients and state, and what ``batch`` takes beside it."""
         self.device = device_of(model)  # it may be moved after ``fit``
+        parameters = list(model.parameters())
         tensors = [
-            *model.parameters(),
-            *shards_of(model.parameters()),
+            *parameters,
+            *shards_of(parameters),
             *model.buffers(),
-            *(grad for p in model.parameters() if (grad := gradient_of(p)) is not None),
+            *(grad for p in parameters if (grad := gradient_of(p)) is not None),
             *state_tensors(self.optimizers.all()),
-            *tensors_in(batch),
         ]
-        storages = {s._cdata: s for t in plain_tensors(*tensors) if (s := storage_of(t)) is not None}
-        seen = sum(allocated_bytes(s) for s in storages.values() if torch.device(s.device) == self.device)
-        return seen + unseen_bucket_bytes(model)
+        of_model, beside = self._storages(tensors), self._storages(tensors_in(batch))
+        beside_bytes = sum(allocated_bytes(s) for key, s in beside.items() if key not in of_model)
+        return sum(map(allocated_bytes, of_model.values())) + unseen_bucket_bytes(model), beside_bytes
+
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+        found = {s._cdata: s for t in plain_tensors(*tensors) if (s := storage_of(t)) is not None}
+        return {key: s for key, s in found.items() if torch.device(s.device) == self.device}

@@ -131,6 +131,20 @@ def test_room_for_making_a_value_again_has_its_ops_workspace():
     assert transient_bytes([value], [value]) == 4 * value.bytes
 
 
+@pytest.mark.parametrize("budget", [0, float("inf")])  # shapes are asked for, or not
+def test_room_for_making_a_value_again_has_what_its_kernel_was_measured_to_take(budget):
+    model, x, known = nn.Linear(64, 64), torch.randn(64, 64), ExpectedBytes()
+    tape = OnlineTape(model, budget, known)
+    with under(tape, model):
+        between = model(x)
+        y = between.relu()
+        value = value_of_storage(storage_of(y), tape.run_state)
+        assert transient_bytes([value], [value]) == value.bytes
+        known.learn_workspace(known.key(aten.relu.default, (between,)), 3 * y.nbytes)
+        assert transient_bytes([value], [value]) == 4 * value.bytes
+        y.sum().backward()
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_generator_states_that_recipes_hold_are_in_the_budget(monkeypatch):
     """A CPU's takes 5 kB: beside forty small masks that is the larger part."""

@@ -33,6 +33,7 @@ from lowtide.tape.online.online_tape import OnlineTape, RunningOp, memory_of
 from lowtide.tape.online.online_values import MARK, Recipe, StoredValue, value_of_storage
 from lowtide.tape.online.release import Releaser
 from lowtide.tape.online.replays import chain_of, pinned_bytes
+from lowtide.tape.online.room import ExpectedBytes, Key
 from lowtide.tape.recipes import keeps_graph
 
 _SEAL_EVERY = 17  # values; a prime, so that a step of any length seals other values each time
@@ -46,7 +47,7 @@ class DroppingTape(OnlineTape):
     """Open ``around`` the call; what autograd stored in it refers to the tape from then on."""
 
     def __init__(self, model: nn.Module | None) -> None:
-        super().__init__(model, math.inf, known_calls=_known_calls)
+        super().__init__(model, math.inf, _AnyRoom(), _known_calls)
         self._outer: list[frozenset[int]] = [frozenset({0})]  # by scope: it and those around it
         self._scopes = [0]  # that are open
         self.releaser = _Remaker(self._holdings, self.live, self._outer)
@@ -102,7 +103,7 @@ class DroppingTape(OnlineTape):
         return super().function(call)
 
     def make_room_for(self, op: RunningOp) -> None:
-        op.key = ()  # and no room
+        op.key = ()  # and no room: shapes are of no interest
 
     def learn_size(self, op: RunningOp, made_bytes: int) -> None:
         pass
@@ -198,6 +199,13 @@ class DroppingTape(OnlineTape):
         for value in sorted(self._holdings, key=lambda v: -v.number):  # readers first: what they read is there
             if value.remade and value.tensor is not None and value.is_needed and chain_of([value]) is not None:
                 self._holdings.release(value)
+
+
+class _AnyRoom(ExpectedBytes):
+    """Where there is no budget, nobody has to know what an op takes."""
+
+    def of(self, key: Key, func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
+        return 0
 
 
 class _Remaker(Releaser):

@@ -560,10 +560,7 @@ class OnlineTape(HookedMode):
             return
         if self._windows is None:
             recipe.place = self.live.module, self._positions[-1]
-        if op.key is None:
-            recipe.take_outputs(made, expected=self._expected)
-        else:
-            recipe.take_outputs(made, op.room_bytes)
+        recipe.take_outputs(made, expected=self._expected, key=op.key)
         for _, value in made:
             value.recipe, value.why_kept = recipe, why
         self.note_outside_reads(recipe)

@@ -247,24 +247,31 @@ class Recipe:
         self._completions += (Completion(func, stored, named, rng),)
 
     def take_outputs(
-        self, made: Sequence[tuple[int, StoredValue]], room_bytes: int = 0, expected: ExpectedBytes | None = None
+        self,
+        made: Sequence[tuple[int, StoredValue]],
+        room_bytes: int = 0,
+        expected: ExpectedBytes | None = None,
+        key: Key | None = None,
     ) -> None:
         """It makes these, by position in what it returns, and takes ``room_bytes``, workspace included.
 
         Args:
-            expected: Knows ``room_bytes``, and is asked when a replay comes.
+            expected: Knows ``room_bytes`` by ``key``, and is asked when a replay comes: a workspace is known once the
+                op has run.
         """
         self.outputs = tuple((position, weakref.ref(value)) for position, value in made)
-        self._room_bytes, self._expected = max(room_bytes, sum(value.bytes for _, value in made)), expected
+        self._room_bytes = max(room_bytes, sum(value.bytes for _, value in made))
+        self._expected, self._key = expected, key
 
     @property
     def room_bytes(self) -> int:
-        expected, self._expected = self._expected, None
-        if expected is not None:
-            key = self.key()
-            expected.learn(key, self._room_bytes)
-            self._room_bytes = expected.of(key, self._func, (), _NO_KWARGS)
-        return self._room_bytes
+        expected = self._expected
+        if expected is None:
+            return self._room_bytes
+        if self._key is None:
+            self._key = self.key()
+            expected.learn(self._key, self._room_bytes)
+        return expected.of(self._key, self._func, (), _NO_KWARGS)
 
     def key(self) -> Key:
         """Of its op, as ``ExpectedBytes.key`` has it."""
