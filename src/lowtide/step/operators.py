@@ -132,15 +132,17 @@ class Operator:
         random: It may draw random numbers.
         may_omit: Some call of it leaves out arguments when it is replayed.
         is_unknown: It is no operator of PyTorch's own, and may write unseen.
+        is_view: What it returns is memory that it was given, whatever its arguments.
     """
 
-    __slots__ = ("_asks", "_func", "_why", "is_unknown", "may_omit", "name", "random", "writes")
+    __slots__ = ("_asks", "_func", "_why", "is_unknown", "is_view", "may_omit", "name", "random", "writes")
 
     def __init__(self, func: Any) -> None:
         self._func, self.name = func, packet_name(func)
         self.writes, self.random = bool(written_arguments(func)), may_draw_random_numbers(func)
         self.may_omit = self.name in _MAY_OMIT
         self.is_unknown = func.namespace not in _OF_PYTORCH
+        self.is_view = bool(func.is_view) and not self.is_unknown and not _is_composite(func)
         arguments = func._schema.arguments
         self._asks = self.is_unknown or self.name in _MAY_MOVE_STATISTICS or any(map(_takes_generator, arguments))
         self._why = "" if self._asks else why_not_replayed(func, (), {})
@@ -158,6 +160,11 @@ class _Operators(dict[Any, Operator]):
 OPERATORS = _Operators()
 _MAY_OMIT, _MAY_MOVE_STATISTICS = frozenset(OMITTED_IN_REPLAYS), HIDDEN_BUFFER_WRITERS
 _OF_PYTORCH = frozenset({"aten", "prims"})
+
+
+def _is_composite(func: Any) -> bool:
+    """Made of other operators: ``reshape`` may copy, and a mode sees it in inference mode."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _takes_generator(argument: Any) -> bool:

@@ -357,11 +357,15 @@ class OnlineTape(HookedMode):
         """Make room, run ``func`` with ``around`` open, leave a recipe. No error of the bookkeeping gets out."""
         if self.releaser.device is not None and self._number % _OPS_BETWEEN_LOOKS == 0:
             self._look_at_device(self.releaser.device)
-        if around is NOTHING and self.running_call is None and in_last_backward():
+        if around is NOTHING and self.running_call is None:
             need, inputs = self._expected.needs[func], tensors_of(args)
-            read_bytes = sum([t.numel() * t.itemsize for t in inputs])
-            if not need.asks and self.releaser.has_room(need.at_most(read_bytes)):
-                return self._run_counted(need, inputs, read_bytes, func, args, kwargs)
+            if not in_last_backward():
+                if need.facts.is_view:
+                    return self._run_view(need, inputs, func, args, kwargs)
+            elif not need.asks:
+                read_bytes = sum([t.numel() * t.itemsize for t in inputs])
+                if self.releaser.has_room(need.at_most(read_bytes)):
+                    return self._run_counted(need, inputs, read_bytes, func, args, kwargs)
         op = None
         try:
             op = RunningOp(self, func, args, kwargs)
@@ -391,6 +395,33 @@ class OnlineTape(HookedMode):
         if self.live.now > _NEARLY_FULL * self.releaser.budget_bytes:
             counted = (allocated_bytes(device) or 0) - self._bytes_before
             self.releaser.aside_bytes = max(0, counted - self.live.now) + _MOST_UNSPLIT_BYTES  # of the next block
+
+    def _run_view(self, need: Need, inputs: list[torch.Tensor], func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run an op of forward that makes nothing: who reads what it returns names memory, and how it lies there."""
+        self._number += 1
+        is_part = not self._pauses
+        try:
+            if is_part:
+                self.releaser.num_ops = self._number
+                self.note_reads_of_op(inputs)
+        except DataAssignedError:  # whatever came of it would be wrong
+            raise
+        except Exception as error:
+            self.give_up(error)
+        result = self._run_timed(func, args, kwargs)
+        self._last_sizes = 0, 0
+        if not is_part or self.problem:
+            return result
+        try:
+            if (assignments := self._assignments) is not None:
+                for tensor in (result,) if type(result) is torch.Tensor else tensors_in(result):
+                    if (value := value_of_storage(storage_of(tensor), self._run)) is not None:
+                        assignments.add_view(tensor, value, written=False)
+            self._positions[-1] += 1
+            self._sequence = hash((self._sequence, id(need), 0))
+        except Exception as error:
+            self.give_up(error)
+        return result
 
     def _run_counted(
         self, need: Need, inputs: list[torch.Tensor], read_bytes: int, func: Any, args: tuple, kwargs: dict
