@@ -3,6 +3,7 @@
 import collections
 import warnings
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -411,3 +412,22 @@ def test_two_steps_under_one_model_do_not_take_each_others_storages_for_their_ow
         loss.backward()
         assert differing(outcome(reference, loss), found) == []
         reference.zero_grad()
+
+
+@pytest.mark.parametrize("sees_itself", [False, True])
+def test_proofs_and_releases_are_no_ops_of_the_step_wherever_they_start(sees_itself, monkeypatch):
+    """FSDP2 gathers parameters in a hook, where the mode is on: room is made there too."""
+    if sees_itself:
+        monkeypatch.setattr("lowtide.tape.online.release._own_work", nullcontext)
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))), torch.randn(64, 64)
+    watch = WatchedStep(model, 1 << 40)
+    with under(watch, model):
+        watch.begin_call(model, (x,), {})
+        y = model(x)
+        recorded = len(watch.recorder.builder.ops)
+        watch.releaser.budget_bytes = watch.live.now
+        watch.releaser.prove_rest()
+        watch.releaser.make_room(x.nbytes)
+        assert watch.releaser.num_released > 0
+        assert (len(watch.recorder.builder.ops) > recorded) == sees_itself
+        y.sum().backward()

@@ -15,8 +15,6 @@ from array import array
 from collections.abc import Sequence
 
 import torch
-from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.memory import available_bytes
 from lowtide.device.names import is_accelerator
@@ -82,9 +80,7 @@ class UnseenBackward:
         """Room is made for what comes until the next one."""
         releaser, live = self._releaser, self._live
         releaser.aside_bytes = _at(self._learned.most_bytes, self._at)
-        if not releaser.has_room(0):
-            with torch.no_grad(), _disable_current_modes(), below_autograd():  # no op of the step, for any mode
-                releaser.make_room(0)
+        releaser.make_room(0)
         live.peak = max(live.peak, live.now + releaser.aside_bytes)
 
     def end(self) -> bool:

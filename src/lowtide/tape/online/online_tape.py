@@ -21,7 +21,6 @@ from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _dispatch_tls_is_dispatch_key_excluded as key_is_excluded
 from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
-from torch._C import _len_torch_dispatch_stack as num_modes
 from torch._C import _storage_Use_Count as use_count
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -799,9 +798,7 @@ class OnlineTape(HookedMode):
         value = packed.claim.value
         with self._lock:
             if value.tensor is None:
-                away = _disable_current_modes() if num_modes() else NOTHING
-                with torch.no_grad(), away, below_autograd():
-                    self.releaser.remake(value)
+                self.releaser.remake(value)
             value.last_use = self._number
             memory = value.tensor
             assert memory is not None

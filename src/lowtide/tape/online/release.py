@@ -13,9 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch._C import _current_graph_task_id as graph_task
+from torch._C import _len_torch_dispatch_stack as num_modes
 from torch._C import _storage_Use_Count as use_count
+from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.device.dispatch import NOTHING
 from lowtide.device.memory import release_cached_memory
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
@@ -116,6 +120,10 @@ class Releaser:
         """Release until ``extra`` bytes more fit, as far as that is possible."""
         if self.has_room(extra):
             return
+        with _own_work():
+            self._make_room(extra)
+
+    def _make_room(self, extra: int) -> None:
         wanted = self._now + extra
         if wanted > self._idle_until and not self.thrashing and not self._still:
             self._prove_while_there_is_room(extra)
@@ -145,6 +153,10 @@ class Releaser:
         Args:
             attempt: How often that was done before for the same op.
         """
+        with _own_work():
+            self._make_room_after_failure(failed_bytes, attempt)
+
+    def _make_room_after_failure(self, failed_bytes: int, attempt: int) -> None:
         self.ran_short = True
         before = self.budget_bytes
         present = min(before, float(self._now))
@@ -316,9 +328,10 @@ class Releaser:
 
     def _prove_what_fits(self, values: list[StoredValue]) -> None:
         values = [v for v in values if chain_of([v]) is not None]
-        for part in [values] if self._fits(values) else [[v] for v in values]:
-            if self._fits(part):
-                self._prove(part)
+        with _own_work():
+            for part in [values] if self._fits(values) else [[v] for v in values]:
+                if self._fits(part):
+                    self._prove(part)
 
     def _prove(self, values: list[StoredValue], copy: torch.UntypedStorage | None = None) -> None:
         """Make each again beside what it replaces and compare; those that differ stay for good.
@@ -401,6 +414,10 @@ class Releaser:
         Raises:
             ReplayError: what it is made from was changed since; the seal shows changes that no version shows.
         """
+        with _own_work():
+            self._remake(target)
+
+    def _remake(self, target: StoredValue) -> None:
         start = time.perf_counter()
         target.run.catch_up()
         chain = chain_of([target])
@@ -463,6 +480,13 @@ class Releaser:
     def _before_replay(self, value: StoredValue) -> None:
         if not self._proving:
             self.make_room(room_bytes(value))
+
+
+@contextmanager
+def _own_work() -> Iterator[None]:
+    """Inside, what runs is no op of any step: autograd and modes, those of other models too, do not see it."""
+    with torch.no_grad(), _disable_current_modes() if num_modes() else NOTHING, below_autograd():
+        yield
 
 
 def _with_siblings(values: Iterable[StoredValue]) -> list[StoredValue]:
