@@ -430,4 +430,5 @@ def test_proofs_and_releases_are_no_ops_of_the_step_wherever_they_start(sees_its
         watch.releaser.make_room(x.nbytes)
         assert watch.releaser.num_released > 0
         assert (len(watch.recorder.builder.ops) > recorded) == sees_itself
-        y.sum().backward()
+        if not sees_itself:
+            y.sum().backward()
