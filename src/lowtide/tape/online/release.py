@@ -324,7 +324,25 @@ class Releaser:
             outer: The windows that stay open.
         """
         if self._now > _WINDOW_SHARE * self.budget_bytes and not self.thrashing:
-            self._prove_what_fits(self._unproven([v for v in self._holdings if not v.windows <= outer]))
+            inside = [v for v in self._holdings if not v.windows <= outer]
+            self._prove_what_fits(self._unproven(inside))
+            if graph_task() == -1:
+                self._release_now_or_never(inside)
+
+    def _release_now_or_never(self, values: list[StoredValue]) -> None:
+        """Of ``values``, those made from what was made outside their window and is held by nobody.
+
+        When that is gone they have to stay. Once it is held for one of them, it is there for the others.
+        """
+        absent = AbsentRuns()
+        with _own_work():
+            for value in sorted(values, key=lambda v: self._price(v, absent)):
+                if not self._may_go(value):
+                    continue
+                chain = chain_of([value], later=True) or []
+                roots = [read for v in chain for read in v.inputs if read.is_root_for(v)]
+                if not all(root.is_present for root in roots) and pinned_bytes(chain) < value.bytes:
+                    self._drop(value)
 
     def _prove_what_fits(self, values: list[StoredValue]) -> None:
         values = [v for v in values if chain_of([v]) is not None]
