@@ -10,6 +10,39 @@ def example_text(device: str, found: list[dict]) -> str:
     return f"```text\n{found[0]['devices'][device]['text']}\n```"
 
 
+def full_size_summary(lines: list[dict]) -> str:
+    """What the table shows: budgets from checkpointing's peak up, and at checkpointing's peak itself."""
+    within = [line for line in lines if line["budget_bytes"] and not line["method"].endswith("the least")]
+    planned = [line for line in within if (line["lowtide"] or {}).get("planned_steps") and line["steps"]]
+    off = [_share(line["steps"][-1]["allocated_bytes"], line["lowtide"]["predicted_peak_bytes"]) for line in planned]
+    over = [_share(line["steps"][-1]["allocated_bytes"], line["budget_bytes"]) for line in planned]
+    first = [_share(max(s["allocated_bytes"] for s in line["steps"][:2]), line["budget_bytes"]) for line in planned]
+    checkpointing = {
+        line["case"]: 100 * line["lowtide"]["predicted_overhead"]
+        for line in planned
+        if line["method"].endswith("checkpointing's peak")
+    }
+    tight = [line["tight"] for line in within if "tight" in line]
+    ran = sum(not row["error"] for row in tight)
+    told = [
+        f"- Planned steps take what was predicted: at most {max(map(abs, off)):.2f} % off in {len(planned)} runs, and "
+        f"at most {max(over):.2f} % more than the budget.",
+        f"- The first two steps, before a plan, take at most {max(first):.1f} % more than the budget; "
+        f"{sum(f > 0.1 for f in first)} of {len(first)} more than a thousandth.",
+        "- Within the peak of checkpointing every layer, plans are predicted to cost "
+        + ", ".join(f"{ms:.0f} % ({case})" for case, ms in checkpointing.items())
+        + ".",
+    ]
+    if tight:
+        told.append(f"- On a device with a twentieth more than the budget, {ran} of {len(tight)} run to the end.")
+    return "\n".join(told)
+
+
+def _share(found: int, of: int) -> float:
+    """Percent by which ``found`` is above ``of``."""
+    return 100 * (found / of - 1)
+
+
 def full_size_table(lines: list[dict]) -> str:
     """A row for each model and method: peaks of the first steps and of planned ones, beside the budget."""
     heads = (

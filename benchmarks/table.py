@@ -35,7 +35,7 @@ from foresight_table import (
     ranks_table,
 )
 from foresight_table import zoo_table as hollow_zoo_table
-from full_size_table import example_text, full_size_table
+from full_size_table import example_text, full_size_summary, full_size_table
 from generation_table import cache_table, gap_table
 from gpu_table import gpu_table
 from host_time_table import host_time_table
@@ -150,6 +150,7 @@ def main() -> int:
             RESULTS / "pretend_published.json",
             pretend_published_table.versions,
         ),
+        Page(ROOT / "docs" / "full-size.md", "full size summary", RESULTS / "full_size.jsonl", full_size_summary),
         Page(ROOT / "docs" / "full-size.md", "full size", RESULTS / "full_size.jsonl", full_size_table),
         *(
             Page(ROOT / "docs" / "pretend.md", f"pretend {mark}", RESULTS / "pretend_scripts.json", table)
