@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 
 from lowtide.device import values_off, vendor_kernels
 from lowtide.device.block_size import in_blocks
@@ -164,7 +165,7 @@ _OF_PYTORCH = frozenset({"aten", "prims"})
 
 def _is_composite(func: Any) -> bool:
     """Made of other operators: ``reshape`` may copy, and a mode sees it in inference mode."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
 
 
 def _takes_generator(argument: Any) -> bool:
