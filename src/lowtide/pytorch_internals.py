@@ -73,6 +73,9 @@ STEPS = Feature(
         "torch._C._DisableAutocast", "torch._C._is_any_autocast_enabled", "torch._C._get_cudnn_allow_tf32",
         "torch._C._get_cudnn_benchmark", "torch._C._get_cudnn_deterministic", "torch._C._get_deterministic_algorithms",
         "torch._C._get_deterministic_algorithms_warn_only", "torch._C._get_float32_matmul_precision",
+        "torch._C._get_cublas_allow_fp16_reduced_precision_reduction",
+        "torch._C._get_cublas_allow_bf16_reduced_precision_reduction",
+        "torch._C._get_cublas_allow_fp16_accumulation",
         "torch._C._storage_Use_Count", "torch._C._autograd._unsafe_set_version_counter", "torch._conj",
         "torch._neg_view", "torch.autograd.grad_mode._unsafe_preserve_version_counter", "torch.ops.aten._unsafe_view",
         # Code that Dynamo must leave alone.
@@ -101,7 +104,7 @@ COMPILED = Feature(
     "Its layers are compiled as torch.compile does, without a plan: no budget is kept",
     patched=(
         "torch._inductor.config.custom_partitioner_fn", "torch._functorch.partitioners.choose_saved_values_set",
-        "torch._inductor.async_compile.AsyncCompile.cpp_pybinding",
+        "torch._inductor.async_compile.AsyncCompile.cpp_pybinding", "torch._inductor.async_compile.AsyncCompile.triton",
     ),
     read=(
         "torch._functorch.partitioners", "torch._functorch.config", "torch._guards", "torch._inductor", "torch._dynamo",

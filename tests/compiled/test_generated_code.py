@@ -49,6 +49,28 @@ def test_a_buffer_that_another_takes_over_counts_once():
     assert memory.peak_bytes == memory.end_bytes == 1024
 
 
+def test_an_accelerators_buffers_are_blocks_and_its_kernels_are_run():
+    body = [
+        "with torch.xpu._DeviceGuard(0):",
+        "    torch.xpu.set_device(0)",
+        "    x = copy_if_misaligned(x)",
+        "    buf0 = empty_strided_xpu((100, ), (1, ), torch.float32)",
+        "    workspace_0 = empty_strided_xpu((1000, ), (1, ), torch.uint8)",
+        "    workspace_0.zero_()",
+        "    raw_stream0 = get_raw_stream(0)",
+        "    triton_poi_fused_add_0.run(x, workspace_0, buf0, 100, stream=raw_stream0)",
+        "    del workspace_0",
+        "    buf1 = torch.ops.aten.full.default([10], 1.0, dtype=torch.float32, device=device(type='xpu', index=0))",
+        "return (buf0, buf1, )",
+    ]
+    inputs = {"x": InputMemory(KIB, "x", 0), "y": InputMemory(KIB, "y", 0)}
+    memory = read_code(HEAD + "".join(f"        {line}\n" for line in body), inputs, device_type="xpu")
+
+    assert (memory.peak_bytes, memory.end_bytes) == (512 + 1024, 512 + 512)
+    with pytest.raises(UnreadableCodeError, match=r"torch\.xpu"):
+        read(body)  # code of another device than the layer's
+
+
 def test_an_input_goes_when_the_code_lets_go_of_it_and_not_before():
     late = ["buf0 = empty_strided_cpu((256, ), (1, ), torch.float32)", "del x", "return (buf0, )"]
     early = ["del x", "buf0 = empty_strided_cpu((256, ), (1, ), torch.float32)", "return (buf0, )"]

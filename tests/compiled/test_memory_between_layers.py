@@ -9,6 +9,7 @@ from lowtide.compiled.choice import BACKWARD, BETWEEN, FORWARD
 from lowtide.compiled.memory_between_layers import MemoryBetweenLayers
 
 KIB = 1024
+CPU = torch.device("cpu")
 ROW = 32 * KIB  # bytes of what each layer makes, keeps and returns
 
 
@@ -40,12 +41,12 @@ MEMORY = VariantMemory(
 def watched(layers=3):
     weight = nn.Parameter(torch.ones(8 * KIB))
     weight.grad = torch.zeros_like(weight)
-    watch = MemoryBetweenLayers([weight])
+    watch = MemoryBetweenLayers([weight], CPU)
     rows = [weight * 1.0]  # none of which goes while a layer runs
     for i in range(layers):
         watch.enter_forward(str(i), rows[-1:])
         rows.append(CompiledFunctionLike.apply(rows[-1]))
-        watch.leave_forward(str(i), object(), MEMORY, rows[-1:], compiled_now=False)
+        watch.leave_forward(str(i), object(), MEMORY, rows[-1:], rows[-1].grad_fn, compiled_now=False)
     loss = (rows[-1] * 1.5).sum()  # a gradient with memory of its own
     loss.backward()
     return watch
@@ -78,7 +79,7 @@ def test_what_layers_store_is_left_out_and_gradients_held_for_the_hooks_too():
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_step_without_backward_is_not_complete_and_leaves_nothing_on():
-    watch = MemoryBetweenLayers([])
+    watch = MemoryBetweenLayers([], CPU)
     watch.enter_forward("a", [])
     watch.stop()
 
@@ -89,10 +90,10 @@ def test_a_step_without_backward_is_not_complete_and_leaves_nothing_on():
 @pytest.mark.usefixtures("one_thread")
 def test_a_backward_after_the_end_of_the_watch_is_not_counted():
     weight = nn.Parameter(torch.ones(8))
-    watch = MemoryBetweenLayers([weight])
+    watch = MemoryBetweenLayers([weight], CPU)
     watch.enter_forward("a", [])
     x = CompiledFunctionLike.apply(weight * 1.0)
-    watch.leave_forward("a", object(), MEMORY, [x], compiled_now=False)
+    watch.leave_forward("a", object(), MEMORY, [x], x.grad_fn, compiled_now=False)
     watch.stop()
     x.sum().backward()
 

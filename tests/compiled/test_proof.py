@@ -8,6 +8,8 @@ import torch
 
 from lowtide.compiled import proof
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -29,10 +31,20 @@ def variant(name, clock, seconds):
 
 
 def test_a_slow_first_run_is_no_sample_and_leaves_time_for_warm_ones(clock):
-    captured = SimpleNamespace(ambient=SimpleNamespace(entered=nullcontext), sample_inputs=lambda: [])
+    captured = SimpleNamespace(ambient=SimpleNamespace(entered=nullcontext), device=CPU, sample_inputs=lambda: [])
     plain = variant("plain", clock, [9.0, 0.022, 0.022, 0.022, 0.010])  # which backward compiles, then cold caches
     least = variant("least", clock, [0.012])
 
-    proof.measure_ms(captured, [plain, least])
+    proof.measure_ms(captured, plain, [least])
 
     assert (plain.step_ms, least.step_ms) == (pytest.approx(10.0), pytest.approx(12.0))
+
+
+def test_a_later_variant_is_in_the_measure_of_the_first_time(clock):
+    captured = SimpleNamespace(ambient=SimpleNamespace(entered=nullcontext), device=CPU, sample_inputs=lambda: [])
+    plain, later = variant("plain", clock, [0.020]), variant("later", clock, [0.030])
+    plain.step_ms = 10.0  # when the processor was twice as fast
+
+    proof.measure_ms(captured, plain, [later])
+
+    assert (plain.step_ms, later.step_ms) == (10.0, pytest.approx(15.0))

@@ -1,5 +1,7 @@
 """The gradient of a softmax written over the one that comes in: same bits, lower peak, and never where it is held."""
 
+from functools import partial
+
 import pytest
 import torch
 from support.compiled_layers import Decoder
@@ -9,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.compiled import softmax_gradients
-from lowtide.compiled.memory_between_layers import is_layer_node
+from lowtide.compiled.memory_between_layers import is_of, mark
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.step import backward_entry
@@ -18,6 +20,9 @@ ROWS, COLUMNS, WIDTH = 256, 1024, 16
 MIB = 1 << 20  # of logits in float32
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+MODEL = object()  # that the layers are of
 
 
 class CompiledFunctionLike(torch.autograd.Function):
@@ -30,9 +35,20 @@ class CompiledFunctionLike(torch.autograd.Function):
         return gradient * 1.0
 
 
+def layer_of(owner):
+    """A compiled layer of that model."""
+
+    def layer(x):
+        made = CompiledFunctionLike.apply(x)
+        mark([made], owner)
+        return made
+
+    return layer
+
+
 @pytest.fixture
 def watcher():
-    made = SoftmaxGradients(is_layer_node)
+    made = SoftmaxGradients(partial(is_of, MODEL))
     undo = backward_entry.observe(made)
     yield made
     undo()
@@ -43,8 +59,8 @@ def start(dtype=torch.float32):
     return torch.randn(ROWS, WIDTH, dtype=dtype), torch.randn(COLUMNS, WIDTH, dtype=dtype).requires_grad_()
 
 
-def loss_of(x, weight, softmax=torch.log_softmax, hook=None, dim=-1, layer=CompiledFunctionLike.apply):
-    logits = layer(x.requires_grad_()) @ weight.t()
+def loss_of(x, weight, softmax=torch.log_softmax, hook=None, dim=-1, layer=None):
+    logits = (layer or layer_of(MODEL))(x.requires_grad_()) @ weight.t()
     made = softmax(logits, dim)
     if hook is not None:
         made.register_hook(hook)
@@ -87,7 +103,7 @@ def test_a_gradient_that_is_held_keeps_its_values(watcher):
 
 def test_a_gradient_that_another_op_gets_as_well_is_not_written_over(watcher):
     x, weight = start()
-    layer = CompiledFunctionLike.apply(x.requires_grad_())
+    layer = layer_of(MODEL)(x.requires_grad_())
     other = torch.zeros(ROWS, COLUMNS, requires_grad=True)
     found = torch.autograd.grad(
         F.nll_loss(torch.log_softmax(layer @ weight.t(), -1) + other, torch.arange(ROWS)), [other, weight]
@@ -97,7 +113,11 @@ def test_a_gradient_that_another_op_gets_as_well_is_not_written_over(watcher):
     assert torch.count_nonzero(found[0]) == ROWS  # one for each label
 
 
-@pytest.mark.parametrize("options", [{"dim": 0}, {"layer": lambda x: x * 1.0}], ids=["by columns", "no compiled layer"])
+@pytest.mark.parametrize(
+    "options",
+    [{"dim": 0}, {"layer": lambda x: x * 1.0}, {"layer": layer_of(object())}],
+    ids=["by columns", "no compiled layer", "another model's layer"],
+)
 def test_other_softmaxes_are_left_alone(watcher, options):
     lean, *found = gradients(**options)
     plain, *expected = without(**options)

@@ -93,7 +93,8 @@ def layer_graph_of(function, *inputs):
 
     def partition(gm, joint_inputs, *, num_fwd_outputs, **options):
         def seen(graph, info, values):
-            found.append(layer_graph(JointNodes(graph, info.is_required_fw, num_fwd_outputs)))
+            nodes = JointNodes(graph, info.is_required_fw, num_fwd_outputs)
+            found.append(layer_graph(nodes, torch.device("cpu")))
 
         return PlannedPartitioner(None, seen)(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from lowtide.compiled.partitioner import PlannedPartitioner, draws
 from lowtide.compiled.saved_sets import SavedSet
 from lowtide.compiled.whole_rerun import storing_inputs_only
 from lowtide.device.generators import state_bytes
+from lowtide.device.names import is_accelerator
 from lowtide.errors import UnsupportedModelError
 
 Compiled = Callable[..., Sequence[Any]]
@@ -97,7 +99,8 @@ class CapturedLayer:
         context = TracingContext.try_get()
         assert context is not None, "Dynamo calls a backend while it traces"
         self._graph, self._context = graph, context
-        self.ambient = Ambient.now()
+        self.device = device_of(inputs)
+        self.ambient = Ambient.now(self.device.type)
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
         self._fakes = [n.meta.get("example_value", given) for n, given in zip(placeholders, inputs, strict=True)]
         if any(not isinstance(f, torch.Tensor) for f in self._fakes):
@@ -138,6 +141,12 @@ class CapturedLayer:
         """
         from torch._inductor import config as inductor_config
 
+        if self.device.type != "cpu" and inductor_config.triton.cudagraphs:
+            raise UnsupportedModelError(
+                'Inductor\'s setting triton.cudagraphs is on, as under mode="reduce-overhead". CUDA graphs keep memory '
+                "of their own, which no plan counts. Switch it off: torch._inductor.config.triton.cudagraphs = False, "
+                "or unset TORCHINDUCTOR_CUDAGRAPHS."
+            )
         if inductor_config.cpp_wrapper:
             raise UnsupportedModelError(
                 "Inductor's setting cpp_wrapper is on. Its code is then C++ from end to end, and what that allocates "
@@ -152,7 +161,7 @@ class CapturedLayer:
             if self.layer is None:
                 nodes = JointNodes(graph, info.is_required_fw, self._num_outputs)
                 self.draws = any(map(draws, nodes.nodes))
-                self.layer = layer_graph(nodes)
+                self.layer = layer_graph(nodes, self.device)
 
         partitioner = _CountingPartitioner(None if saved is None else saved.names, seen, self)
         run = self._compile(partitioner, lowered, kernels=kernels, reuse=saved is None)
@@ -174,7 +183,7 @@ class CapturedLayer:
         run, lowered = self._plain
         once, held = self._memory(lowered), self._memory(lowered, holds_given=True)
         kept = once.stored_bytes + once.saved_output_bytes
-        state = state_bytes(torch.device("cpu")) if self.draws else 0
+        state = state_bytes(self.device) if self.draws else 0
         memory = VariantMemory(
             stored_bytes=state,
             forward_peak_bytes=once.forward_peak_bytes + state,
@@ -183,7 +192,7 @@ class CapturedLayer:
             backward_end_bytes=once.backward_end_bytes + kept - state,
         )
         saved = SavedSet(None, 0, memory.forward_peak_bytes, memory.backward_peak_bytes, 0.0)
-        return Variant(name, saved, memory, storing_inputs_only(run, draws=self.draws))
+        return Variant(name, saved, memory, storing_inputs_only(run, draws=self.device if self.draws else None))
 
     def inference(self) -> Compiled:
         """The layer compiled for calls without gradients, as PyTorch does."""
@@ -221,7 +230,10 @@ class CapturedLayer:
         ahead = next(x for x in lowered if not x.backward)
         back = next(x for x in lowered if x.backward)
         inputs = {name: InputMemory(spec, name) for name, spec in ahead.placeholders.items()}
-        forward = read_code(ahead.source, inputs, op_rates.workspace_bytes)
+        read = partial(
+            read_code, workspace=partial(op_rates.workspace_bytes, device=self.device), device_type=self.device.type
+        )
+        forward = read(ahead.source, inputs)
         positions = {name: i for i, name in enumerate(ahead.placeholders)}
         returned = set(forward.returned[: self._num_outputs])
         stored = forward.returned[self._num_outputs :]
@@ -243,7 +255,7 @@ class CapturedLayer:
         for name in list(back.placeholders)[len(stored) :]:  # gradients
             spec = back.placeholders[name]
             given[name] = InputMemory(spec, name, spec.bytes if spec and not holds_given else 0)
-        backward = read_code(back.source, given, op_rates.workspace_bytes)
+        backward = read(back.source, given)
         kept = {b for b in stored if isinstance(b, int)}
         return VariantMemory(
             stored_bytes=sum(forward.block_bytes[b] for b in kept - returned),
@@ -277,19 +289,20 @@ class _Sample:
 
     spec: BufferSpec
     requires_grad: bool
-    copy: torch.Tensor | None
+    device: torch.device
+    copy: torch.Tensor | None  # on the host: the device's memory is the step's
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Sample:
-        kept = None if tensor.dtype.is_floating_point else tensor.detach().clone()
-        return _Sample(BufferSpec.of(tensor), tensor.requires_grad, kept)
+        kept = None if tensor.dtype.is_floating_point else tensor.detach().to("cpu", copy=True)
+        return _Sample(BufferSpec.of(tensor), tensor.requires_grad, tensor.device, kept)
 
     def tensor(self) -> torch.Tensor:
         if self.copy is not None:
-            return self.copy.clone()
+            return self.copy.to(self.device, copy=True)
         # What has no gradient may be a variance, and is positive.
         draw = torch.randn if self.requires_grad else torch.rand
-        memory = draw(self.spec.bytes // self.spec.dtype.itemsize).to(self.spec.dtype)
+        memory = draw(self.spec.bytes // self.spec.dtype.itemsize, device=self.device).to(self.spec.dtype)
         return memory.as_strided(self.spec.size, self.spec.stride).requires_grad_(self.requires_grad)
 
 
@@ -309,14 +322,23 @@ def _results(gm: fx.GraphModule) -> int:
 
 @contextmanager
 def _kernels_compiled(wanted: bool) -> Iterator[None]:
-    """Whether C++ kernels are compiled; without, the made code can be read and not run."""
+    """Whether kernels of C++ and Triton are compiled; without, the made code can be read and not run."""
     if wanted:
         yield
         return
     from torch._inductor.async_compile import AsyncCompile
 
-    with patch.object(AsyncCompile, "cpp_pybinding", lambda self, *args, **kwargs: _not_compiled):
+    with (
+        patch.object(AsyncCompile, "cpp_pybinding", lambda self, *args, **kwargs: _not_compiled),
+        patch.object(AsyncCompile, "triton", lambda self, *args, **kwargs: _not_compiled),
+    ):
         yield
+
+
+def device_of(values: Sequence[Any]) -> torch.device:
+    """The accelerator that the first of ``values`` lies on that lies on one; else the CPU."""
+    devices = (t.device for t in values if isinstance(t, torch.Tensor))
+    return next(filter(is_accelerator, devices), torch.device("cpu"))
 
 
 def _not_compiled(*args: Any) -> None:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowtide.compiled.captured_layer import device_of
 from lowtide.compiled.choice import called
 from lowtide.compiled.layer_calls import LayerCall, LayerKind, Session
-from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, is_layer_node
+from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, is_of
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import CompiledPlan, StepPlanner
+from lowtide.device.names import autocast_types, is_accelerator
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
 from lowtide.pytorch_internals import COMPILED, is_unchecked, why_unchecked
 from lowtide.step import backward_entry
 from lowtide.step.batches import Call, batch_tensors
 from lowtide.step.module_calls import is_compiled, never_compiled
-from lowtide.tracing.optimizer_state import optimizer_bytes
+from lowtide.tracing.optimizer_state import existing_state_bytes, optimizer_bytes
 from lowtide.tracing.tracer import resident_bytes
 from lowtide.training.existing_checkpointing import ExistingCheckpointing
 from lowtide.units import format_bytes, parse_budget
@@ -44,7 +48,7 @@ def compile(  # torch's word for it
     they can, and is watched; then there is a plan. Gradients are bitwise those of the layers compiled without lowtide.
 
     Args:
-        model: On a CPU. It is changed in place until ``remove()``.
+        model: On one device, a CPU or an accelerator. It is changed in place until ``remove()``.
         budget: Peak of allocated bytes (an int, or ``"6GiB"``), or ``"40%"`` of what the plain compiled step needs
             beyond what lives throughout; None: compile as PyTorch does.
         layers: Patterns of module paths (``"model.layers.*"``) instead of the repeated modules that are found;
@@ -55,8 +59,9 @@ def compile(  # torch's word for it
             and are left out. With this all round alike; gradients are those of layers compiled with that setting.
 
     Raises:
-        UnsupportedModelError: there are no such layers, or one is compiled already, checkpoints, or lies on another
-            device than the CPU. A layer that cannot be compiled as one graph is refused by its first call.
+        UnsupportedModelError: there are no such layers, or one is compiled already, or checkpoints. Or the model lies
+            on several devices, or on one that Inductor has no code for. A layer that cannot be compiled as one graph is
+            refused by its first call.
         ValueError, TypeError: ``budget`` makes no sense.
     """
     return CompiledModel(model, budget=budget, layers=layers, optimizer=optimizer, round_as_eager=round_as_eager)
@@ -93,7 +98,7 @@ class CompiledModel(nn.Module):
         self._unplanned: set[str] = set()  # input shapes that no plan holds for: each layer runs its leanest
         self._num_calls = 0
         self._last_calls: dict[str, int] = {}  # number of the last call, by input shapes
-        self._softmaxes = SoftmaxGradients(is_layer_node)
+        self._softmaxes = SoftmaxGradients(partial(is_of, session))
         self._held_bytes: dict[str, int] = {}  # by input shapes: gradients not written over when the step was watched
         self._is_unchecked, self.reason = is_unchecked(COMPILED), why_unchecked(COMPILED)
         self._forget = (lambda: None) if self._is_unchecked else backward_entry.observe(self._softmaxes)
@@ -246,7 +251,7 @@ class CompiledModel(nn.Module):
     def _watched(self, shapes: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         session: Session = self._session
         resident = self._resident_bytes(Call(args, kwargs))
-        watch = MemoryBetweenLayers(self._model.parameters())
+        watch = MemoryBetweenLayers(self._model.parameters(), self._device)
         self._pending = shapes, watch, resident
         session.variants, session.shapes, session.watch = {}, {}, watch
         try:
@@ -294,11 +299,16 @@ class CompiledModel(nn.Module):
 
     def _resident_bytes(self, call: Call) -> int:
         trained = {name for name, p in self._model.named_parameters() if p.requires_grad}
-        state = 0
+        state = existing = 0
         if self._optimizer is not None:
+            existing = existing_state_bytes(self._optimizer, self._device)
             state, _ = optimizer_bytes(self._optimizer, [p for p in self._model.parameters() if p.requires_grad])
-        device = torch.device("cpu")
-        return state + sum(resident_bytes(self._model, call, device, trained).values())
+        gc.collect()  # what is garbage would count
+        return state + sum(resident_bytes(self._model, call, self._device, trained, existing).values())
+
+    @property
+    def _device(self) -> torch.device:
+        return device_of([*self._model.parameters(), *self._model.buffers()])
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self._model.named_parameters(*args, **kwargs)
@@ -349,7 +359,8 @@ def _parsed(budget: int | str | None) -> int | float | None:
 
 def _shapes_of(args: tuple, kwargs: dict[str, Any], model: nn.Module) -> str:
     """What distinguishes steps that have plans of their own: tensors, names and flags, no other values."""
-    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else ""
+    enabled = [kind for kind in autocast_types() if torch.is_autocast_enabled(kind)]
+    autocast = " ".join(f"{kind} {torch.get_autocast_dtype(kind)}" for kind in enabled)
     trained = "".join("01"[p.requires_grad] for p in model.parameters())
     specs = [_spec_of(args), _spec_of(kwargs)]
     return " ".join([*specs, f"training={model.training}", f"autocast={autocast}", f"trained={trained}"])
@@ -380,12 +391,7 @@ def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     outer = [""] if "" in found else [n for n in found if not any(n.startswith(f"{other}.") for other in found)]
     if not outer:
         raise UnsupportedModelError(f"there is nothing to compile in the {type(model).__name__}: {way_out}")
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.device.type != "cpu":
-            raise UnsupportedModelError(
-                f"the model lies on {tensor.device}. lowtide.compile plans compiled layers on a CPU only, so far: what "
-                "other devices' generated code allocates is not read. Use lowtide.fit there."
-            )
+    _check_devices(model)
     for name in outer:
         if any(is_compiled(m) for m in modules[name].modules()):
             raise UnsupportedModelError(
@@ -396,6 +402,23 @@ def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
                 f"{called(name)} has {told} on. Switch it off: the plan decides what backward computes again."
             )
     return outer
+
+
+def _check_devices(model: nn.Module) -> None:
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+
+    devices = {t.device for t in [*model.parameters(), *model.buffers()]}
+    if len(found := sorted(str(d) for d in devices if is_accelerator(d))) > 1:
+        raise UnsupportedModelError(
+            f"the model lies on {', '.join(found)}. lowtide.compile plans for the memory of one device. Compile the "
+            "part on each device, or use lowtide.fit."
+        )
+    init_backend_registration()
+    for device in devices:
+        if get_scheduling_for_device(device.type) is None:
+            raise UnsupportedModelError(
+                f"the model lies on {device}, for which Inductor writes no code here. Use lowtide.fit there."
+            )
 
 
 def _repeated(parent: nn.Module) -> list[str]:

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lowtide.device.block_size import in_blocks
+from lowtide.device.names import is_accelerator
 from lowtide.errors import LowtideError
 from lowtide.measurement.op_inputs import span
 
@@ -78,8 +81,9 @@ class CodeMemory:
 
 
 class _Counter:
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
         self.live = self.peak = self.blocks = 0
+        self.device_type = device_type
 
     def make(self, size: int) -> None:
         self.live += size
@@ -94,10 +98,11 @@ class _Block:
     """Memory of one allocation: it goes with the last stand-in in it."""
 
     def __init__(self, counter: _Counter, size: int, name: str | None = None) -> None:
-        self.counter, self.size, self.name = counter, size, name  # the name of the input that was there before
+        self.size = in_blocks(size, counter.device_type)
+        self.counter, self.name = counter, name  # the name of the input that was there before
         self.number = counter.blocks
         counter.blocks += 1
-        counter.make(size)
+        counter.make(self.size)
 
     def __del__(self) -> None:
         self.counter.live -= self.size
@@ -108,6 +113,10 @@ class _StandIn:
 
     def __init__(self, block: _Block, spec: BufferSpec) -> None:
         self.block, self.spec = block, spec
+
+    def zero_(self) -> _StandIn:
+        """Of a kernel's workspace."""
+        return self
 
     def meta(self) -> torch.Tensor:
         return torch.empty_strided(self.spec.size, self.spec.stride, dtype=self.spec.dtype, device="meta")
@@ -137,12 +146,34 @@ class _Torch:
 
     def __init__(self, reader: _Reader) -> None:
         self.ops = _Operators(reader, torch.ops, "torch.ops")
+        self._device_type = reader.counter.device_type
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(torch, name, None)
         if isinstance(found, torch.dtype):
             return found
+        if name == self._device_type and is_accelerator(name):
+            return _Device()
         raise UnreadableCodeError(f"generated code uses torch.{name}, whose memory is not known here.")
+
+
+class _Device:
+    """The module of an accelerator in generated code: which device is the current one."""
+
+    def _DeviceGuard(self, index: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def set_device(self, index: int) -> None:
+        """Allocates nothing."""
+
+
+class _Kernel:
+    """A kernel that writes into buffers that are there: C++ is called, Triton's is run."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Allocates nothing."""
+
+    run = __call__
 
 
 _KERNELS = ("cpp_fused", "triton_", "cpp_", "assert_")  # they write into buffers that are there
@@ -153,17 +184,13 @@ class _Names(dict):
 
     def __missing__(self, name: str) -> Any:
         if name.startswith(_KERNELS):
-            return _nothing
+            return _Kernel()
         raise UnreadableCodeError(f"generated code uses {name!r}, whose memory is not known here.")
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 class _Reader:
-    def __init__(self, workspace: Workspace) -> None:
-        self.counter, self._workspace = _Counter(), workspace
+    def __init__(self, workspace: Workspace, device_type: str) -> None:
+        self.counter, self._workspace = _Counter(device_type), workspace
 
     def names(self) -> _Names:
         import builtins
@@ -178,6 +205,9 @@ class _Reader:
             empty_strided_cuda=self._empty,
             empty_strided_xpu=self._empty,
             reinterpret_tensor=self._reinterpret,
+            copy_if_misaligned=lambda tensor: tensor,  # from the allocator, all is aligned
+            get_raw_stream=lambda index: 0,
+            device=lambda *args, **kwargs: torch.device("meta"),
             extern_kernels=_Operators(self, extern_kernels, "extern_kernels"),
             inf=float("inf"),
             nan=float("nan"),
@@ -218,18 +248,21 @@ def _as_meta(value: Any) -> Any:
     return value.meta() if isinstance(value, _StandIn) else value
 
 
-def read_code(source: str, inputs: Mapping[str, InputMemory], workspace: Workspace | None = None) -> CodeMemory:
+def read_code(
+    source: str, inputs: Mapping[str, InputMemory], workspace: Workspace | None = None, device_type: str = "cpu"
+) -> CodeMemory:
     """Run the function ``call`` of ``source`` on stand-ins and return what it allocates.
 
     Args:
         source: The module that Inductor wrote.
         inputs: By name.
         workspace: Bytes that an operator takes for a moment beyond its results; default none.
+        device_type: Whose allocator gives the buffers.
 
     Raises:
         UnreadableCodeError: the code uses a name, or has a form, that is not known here.
     """
-    reader = _Reader(workspace or (lambda target, args, kwargs: 0))
+    reader = _Reader(workspace or (lambda target, args, kwargs: 0), device_type)
     function, taken = _call_of(source)
     if not set(taken) <= set(inputs):
         raise UnreadableCodeError(f"generated code takes {sorted(set(taken) - set(inputs))}, which the graph has not.")

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from lowtide.compiled.captured_layer import CapturedLayer, Compiled, Variant
 from lowtide.compiled.choice import called
-from lowtide.compiled.memory_between_layers import MemoryBetweenLayers
+from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, mark
 from lowtide.compiled.proof import why_not_equal
 from lowtide.compiled.saved_sets import SavedSet, least, least_peak
 from lowtide.errors import LowtideError, UnsupportedModelError
@@ -163,11 +163,13 @@ class LayerCall:
             outputs = self._as_it_is(f". It {reason}", args, kwargs)
         finally:
             session.layer = ""
-        if watch is not None and session.ran is not None:
+        if session.ran is None:
+            return outputs
+        made = batch_tensors(outputs)
+        node = mark(made, session)
+        if watch is not None:
             shape, variant = session.ran
-            watch.leave_forward(
-                self._name, shape, variant.memory, batch_tensors(outputs), compiled_now=session.compiled_now
-            )
+            watch.leave_forward(self._name, shape, variant.memory, made, node, compiled_now=session.compiled_now)
         return outputs
 
     def _as_it_is(self, why: str, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ lives. So a budget of ``b + slack_bytes`` allows the layer to save ``b`` bytes, 
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from lowtide.compiled import op_rates
@@ -44,14 +45,14 @@ class LayerGraph:
         return replace(self.graph, ops=tuple(ops))
 
 
-def layer_graph(nodes: JointNodes) -> LayerGraph:
-    """Convert the nodes of a joint graph."""
-    return _Converter(nodes).converted()
+def layer_graph(nodes: JointNodes, device: torch.device) -> LayerGraph:
+    """Convert the nodes of a joint graph of a layer on ``device``."""
+    return _Converter(nodes, device).converted()
 
 
 class _Converter:
-    def __init__(self, nodes: JointNodes) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: JointNodes, device: torch.device) -> None:
+        self.nodes, self._device = nodes, device
         self.storages: list[Storage] = []
         self.ops: list[Op] = []
         self.ms: list[float] = []
@@ -77,8 +78,9 @@ class _Converter:
         for group in self._kernels(backward, made):
             self._add(group[0], [made[h] for h in group])
         events, saved = self._events()
+        kind = self._device.type
         graph = StepGraph(
-            "cpu", "cpu", {}, ({},), (Frame(-1, "", 0),), tuple(self.storages), tuple(self.ops), saved, events
+            kind, kind, {}, ({},), (Frame(-1, "", 0),), tuple(self.storages), tuple(self.ops), saved, events
         )
         names = {s: n.name for n, s in self.id_of.items() if self.storages[s].kind == "activation"}
         return LayerGraph(graph, Costs(tuple(self.ms), source="estimated"), names, self.turn_op)
@@ -99,9 +101,9 @@ class _Converter:
             self.id_of[node] = storage
             self.storages.append(Storage(storage, bytes_of(node), kind, number, output, fixed))
         if self.nodes.is_extern(head):
-            ms = op_rates.extern_ms(head)
+            ms = op_rates.extern_ms(head, self._device)
         else:
-            ms = op_rates.fused_ms(head, sum(map(bytes_of, [*reads, *values])), fused)
+            ms = op_rates.fused_ms(head, sum(map(bytes_of, [*reads, *values])), fused, self._device)
         inputs = tuple(self.id_of[r] for r in reads if r in self.id_of)
         self.ops.append(Op(number, str(head.target), 0, kind == "backward", inputs, ids))
         self.ms.append(ms)

@@ -15,12 +15,17 @@ from typing import Any
 
 import torch
 
+from lowtide.compiled import op_rates
 from lowtide.compiled.captured_layer import VariantMemory
 from lowtide.compiled.choice import BACKWARD, BETWEEN, FORWARD, Moment, called
-from lowtide.device.memory import PeakCounter
+from lowtide.device.block_size import in_blocks
+from lowtide.device.memory import PeakCounter, give_back_peak
+from lowtide.device.names import is_accelerator
 from lowtide.measurement.allocator import measuring
 from lowtide.step import backward_entry
 from lowtide.step.node_hooks import call_around
+
+_OWNER = "lowtide: compiled layer of"  # in a node's metadata
 
 
 class MemoryBetweenLayers:
@@ -28,6 +33,7 @@ class MemoryBetweenLayers:
 
     Args:
         parameters: Those of the model.
+        device: Whose memory.
 
     Attributes:
         complete: Backward has reached every layer that ran.
@@ -36,7 +42,8 @@ class MemoryBetweenLayers:
             fault of the code: the last layer that holds an input of many frees it.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None:
+        self._device = device
         self._without_gradient = [p for p in parameters if p.requires_grad and p.grad is None]
         self.moments: list[Moment] = []
         self.complete, self.failed, self.off_bytes = False, "", 0
@@ -52,13 +59,15 @@ class MemoryBetweenLayers:
         # and hooks only begin and end counts of them.
         self._events, self._counting = ExitStack(), ExitStack()
         self._counter: PeakCounter | None = None
-        if self._events.enter_context(measuring("cpu")) is None:
-            self.failed = "a profiler was active"
+        op_rates.KEPT_WORKSPACES.take(device)
+        if self._events.enter_context(measuring(device)) is None:
+            told = "the device's allocator keeps no statistics"
+            self.failed = told if is_accelerator(device) else "a profiler was active"
         self._forget = backward_entry.observe(self)
         self._start()
 
     def _start(self) -> None:
-        self._counter = self._counting.enter_context(measuring("cpu"))
+        self._counter = self._counting.enter_context(measuring(self._device))
 
     def _cut(self) -> tuple[int, int]:
         """End what is counted now: its peak and what it left, bytes."""
@@ -75,7 +84,10 @@ class MemoryBetweenLayers:
         self._granted = self._new_gradients()
 
     def _new_gradients(self) -> int:
-        return sum(p.grad.nbytes for p in self._without_gradient if p.grad is not None)
+        return sum(self._in_blocks(p.grad.nbytes) for p in self._without_gradient if p.grad is not None)
+
+    def _in_blocks(self, size: int) -> int:
+        return in_blocks(size, self._device.type)
 
     def enter_forward(self, layer: str, inputs: Iterable[torch.Tensor]) -> None:
         taken = {t.untyped_storage().data_ptr() for t in inputs}
@@ -84,8 +96,9 @@ class MemoryBetweenLayers:
         self._start()
 
     def leave_forward(
-        self, layer: str, shape: Any, memory: VariantMemory, outputs: Iterable[Any], *, compiled_now: bool
+        self, layer: str, shape: Any, memory: VariantMemory, outputs: Iterable[Any], node: Any, *, compiled_now: bool
     ) -> None:
+        """``layer`` has returned ``outputs``, which come from ``node`` of autograd."""
         _, left = self._cut()
         if not compiled_now:
             self.off_bytes = max(self.off_bytes, left - memory.forward_end_bytes)
@@ -97,7 +110,6 @@ class MemoryBetweenLayers:
         self._stored += memory.stored_bytes
         if self.shapes.setdefault(layer, shape) is not shape:
             self.failed = f"{called(layer)} was called with two sets of input shapes in one step"
-        node = _compiled_node(outputs)
         if node is None:
             self.failed = f"{called(layer)} returned nothing that has a gradient"
         else:
@@ -112,9 +124,9 @@ class MemoryBetweenLayers:
             if self._stopped:
                 return
             self._between_ends()
-            zeros = _zeros_bytes(node, gradients)
+            zeros = sum(map(self._in_blocks, _zeros_bytes(node, gradients)))
             # The code frees what it is given, but the caller of backward still holds that.
-            held = sum(g.nbytes for g in gradients if g is not None) if node in self._roots else 0
+            held = sum(self._in_blocks(g.nbytes) for g in gradients if g is not None) if node in self._roots else 0
             live = self._live - self._stored - self._granted + zeros + held
             self.moments.append(Moment(BACKWARD, layer, live, 0, +self._open))
             self._begun = True
@@ -125,7 +137,7 @@ class MemoryBetweenLayers:
                 return
             _, left = self._cut()
             # Only because there is this hook, the engine holds what came in until the hook returns.
-            self._held = sum(t.untyped_storage().nbytes() for t in gradients if t is not None)
+            self._held = sum(self._in_blocks(t.untyped_storage().nbytes()) for t in gradients if t is not None)
             self.off_bytes = max(self.off_bytes, left - memory.backward_end_bytes - self._held - zeros)
             self._live += memory.backward_end_bytes + self._held + zeros
             self._open[layer] -= 1
@@ -158,24 +170,27 @@ class MemoryBetweenLayers:
         self._forget()
         self._counting.close()
         self._events.close()
+        give_back_peak(self._device)
 
 
-def is_layer_node(node: Any) -> bool:
-    """Whether an autograd node is that of a compiled layer."""
-    return any(name in type(node).__name__ for name in ("CompiledFunction", "_RunAgain"))
+def is_of(owner: object, node: Any) -> bool:
+    """Whether an autograd node is that of a compiled layer of ``owner``: its own call has marked it."""
+    return node.metadata.get(_OWNER) is owner
 
 
-def _zeros_bytes(node: Any, gradients: Iterable[Any]) -> int:
-    """Of the zeros that autograd makes inside of ``node`` for outputs without a gradient."""
+def _zeros_bytes(node: Any, gradients: Iterable[Any]) -> list[int]:
+    """Of the zeros that autograd makes inside of ``node`` for outputs without a gradient, of each."""
     given = zip(node._input_metadata, gradients, strict=True)
-    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec, gradient in given if gradient is None)
+    return [math.prod(spec.shape) * spec.dtype.itemsize for spec, gradient in given if gradient is None]
 
 
-def _compiled_node(outputs: Iterable[Any]) -> Any:
-    """The autograd node of a compiled layer behind ``outputs``."""
+def mark(outputs: Iterable[Any], owner: object) -> Any:
+    """Mark the autograd node of the compiled layer behind ``outputs`` as one of ``owner``; returns it, None: there is
+    none. Other models have compiled layers too, and nothing of theirs is to be touched."""
     work = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     for node in work:
-        if is_layer_node(node):
+        if any(name in type(node).__name__ for name in ("CompiledFunction", "_RunAgain")):
+            node.metadata[_OWNER] = owner
             return node
         if len(work) < 64:
             work += [n for n, _ in node.next_functions if n is not None]

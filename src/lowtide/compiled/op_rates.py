@@ -12,69 +12,74 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowtide.compiled.generated_code import BufferSpec
 from lowtide.compiled.joint_nodes import SLOW_ELEMENTWISE
 from lowtide.device.generators import forked
+from lowtide.device.kept_workspaces import KeptWorkspaces
+from lowtide.device.names import is_accelerator
 from lowtide.device.timing import calls_ms
 from lowtide.measurement.allocator import measuring
 
 LAUNCH_MS = 0.005
-SLOW_ELEMENT_MS = 1e-6  # a transcendental function, one element
+SLOW_ELEMENT_MS = 1e-6  # a transcendental function, one element, on a CPU
 _SAMPLES = 3
 _COPIED_BYTES = 1 << 24
 
 _ms: dict[object, float] = {}
 _workspaces: dict[object, int] = {}
+KEPT_WORKSPACES = KeptWorkspaces()
 
 
-def extern_ms(node: fx.Node) -> float:
+def extern_ms(node: fx.Node, device: torch.device) -> float:
     """Time of one call of the operator of ``node`` on synthetic tensors; by its bytes where it does not run on them."""
     target: Any = node.target
     args, kwargs = _specs((node.args, node.kwargs))
-    key = str(target), repr(args), repr(kwargs)
+    key = device.type, str(target), repr(args), repr(kwargs)
     if key not in _ms:
         try:
             with _disable_current_modes(), torch.no_grad():
-                real_args, real_kwargs = _tensors(args), _tensors(kwargs)
+                real_args, real_kwargs = _tensors(args, device), _tensors(kwargs, device)
                 target(*real_args, **real_kwargs)
-                _ms[key] = _least_ms(lambda: target(*real_args, **real_kwargs))
+                _ms[key] = _least_ms(lambda: target(*real_args, **real_kwargs), device)
         except (RuntimeError, TypeError, NotImplementedError):
             moved = sum(spec.bytes for spec in _all_specs((args, kwargs)))
-            _ms[key] = bytes_ms(2 * moved)
+            _ms[key] = bytes_ms(2 * moved, device)
     return _ms[key]
 
 
-def fused_ms(node: fx.Node, moved_bytes: int, fused: Sequence[fx.Node]) -> float:
+def fused_ms(node: fx.Node, moved_bytes: int, fused: Sequence[fx.Node], device: torch.device) -> float:
     """Time of a kernel that reads and writes ``moved_bytes`` and computes ``fused`` on the way."""
     slow = sum(str(n.target).split(".")[1:2] in ([name] for name in SLOW_ELEMENTWISE) for n in [node, *fused])
     value = node.meta.get("val")
     elements = int(value.numel()) if isinstance(value, torch.Tensor) else 0
-    return LAUNCH_MS + bytes_ms(moved_bytes) + SLOW_ELEMENT_MS * elements * slow
+    slow_ms = 0.0 if is_accelerator(device) else SLOW_ELEMENT_MS * elements * slow  # there it hides behind the bytes
+    return LAUNCH_MS + bytes_ms(moved_bytes, device) + slow_ms
 
 
-def bytes_ms(count: int) -> float:
-    return count / _bytes_per_ms()
+def bytes_ms(count: int, device: torch.device) -> float:
+    return count / _bytes_per_ms(device)
 
 
 @cache
-def _bytes_per_ms() -> float:
+def _bytes_per_ms(device: torch.device) -> float:
     with _disable_current_modes():
-        source = torch.ones(_COPIED_BYTES // 4)
+        source = torch.ones(_COPIED_BYTES // 4, device=device)
         into = torch.empty_like(source)
-        return 2 * _COPIED_BYTES / max(_least_ms(lambda: into.copy_(source)), 1e-3)
+        return 2 * _COPIED_BYTES / max(_least_ms(lambda: into.copy_(source), device), 1e-3)
 
 
-def _least_ms(call: Callable[[], Any]) -> float:
-    return min(calls_ms(call, 1, "cpu", time.process_time) for _ in range(_SAMPLES))
+def _least_ms(call: Callable[[], Any], device: torch.device) -> float:
+    return min(calls_ms(call, 1, device, time.process_time) for _ in range(_SAMPLES))
 
 
-def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Any) -> int:
+def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Any, *, device: torch.device) -> int:
     """What a kernel allocates for a moment beyond its results, measured once on synthetic tensors."""
     specs = tuple(_specs_of_stand_ins(a) for a in args), {k: _specs_of_stand_ins(v) for k, v in kwargs.items()}
-    key = str(target), repr(specs)
+    key = device.type, str(target), repr(specs)
     if key not in _workspaces:
         _workspaces[key] = 0
+        KEPT_WORKSPACES.take(device)
         try:
             with _disable_current_modes(), torch.no_grad():
-                real_args, real_kwargs = _tensors(specs[0]), _tensors(specs[1])
-                with forked(torch.device("cpu")), measuring("cpu") as counter:
+                real_args, real_kwargs = _tensors(specs[0], device), _tensors(specs[1], device)
+                with forked(device), measuring(device) as counter:
                     made = target(*real_args, **real_kwargs)
                 if counter is not None:
                     _workspaces[key] = counter.workspace
@@ -102,15 +107,15 @@ def _specs_of_stand_ins(value: Any) -> Any:
     return getattr(value, "spec", value)
 
 
-def _tensors(value: Any) -> Any:
+def _tensors(value: Any, device: torch.device) -> Any:
     if isinstance(value, BufferSpec):
-        tensor = torch.empty(value.bytes // value.dtype.itemsize, dtype=value.dtype)
+        tensor = torch.empty(value.bytes // value.dtype.itemsize, dtype=value.dtype, device=device)
         tensor.fill_(0.5 if value.dtype.is_floating_point else 0)
         return tensor.as_strided(value.size, value.stride)
     if isinstance(value, (list, tuple)):
-        return tuple(map(_tensors, value))
+        return tuple(_tensors(v, device) for v in value)
     if isinstance(value, dict):
-        return {name: _tensors(v) for name, v in value.items()}
+        return {name: _tensors(v, device) for name, v in value.items()}
     return value
 
 

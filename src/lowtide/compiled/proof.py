@@ -2,24 +2,26 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from lowtide.compiled.captured_layer import CapturedLayer, Compiled, Variant
-from lowtide.device.generators import forked
+from lowtide.device.generators import forked, state_of
+from lowtide.device.timing import calls_ms
 from lowtide.step.bits import same_bits
 
-_SAMPLES, _SAMPLED_S = 3, 0.3  # of each variant, at least
+_SAMPLES, _SAMPLED_MS = 3, 300.0  # of each variant, at least
 _SEED = 0
 
 
 def why_not_equal(captured: CapturedLayer, variant: Variant, plain: Variant) -> str:
     """Run both on the same inputs and compare outputs, gradients, inputs and generator; "" where all bits agree."""
-    with forked(torch.device("cpu")), captured.ambient.entered():
+    with forked(captured.device), captured.ambient.entered():
         torch.manual_seed(_SEED)
         inputs = captured.sample_inputs()
-        found = [_results(_runnable(v), [_copy(t) for t in inputs]) for v in (variant, plain)]
+        found = [_results(_runnable(v), [_copy(t) for t in inputs], captured.device) for v in (variant, plain)]
     for (name, mine), (_, theirs) in zip(*found, strict=True):
         if (mine is None) != (theirs is None):
             return f"{name} is missing in one of them"
@@ -28,24 +30,28 @@ def why_not_equal(captured: CapturedLayer, variant: Variant, plain: Variant) -> 
     return ""
 
 
-def measure_ms(captured: CapturedLayer, variants: Sequence[Variant]) -> None:
-    """Time forward and backward of each on the processor, in turns; the least sample becomes its ``step_ms``.
+def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant]) -> None:
+    """Time forward and backward of ``others`` on their device, in turns with ``plain``; the least sample becomes
+    ``step_ms``. Where ``plain`` has been timed before, its time stays, and the others are in its measure.
 
     The first turn only warms up. It compiles what is compiled at the first backward, which would use up the time for
     samples: a small layer would then be known by three cold ones.
     """
+    variants = [plain, *others]
     taken: dict[str, list[float]] = {v.name: [] for v in variants}
-    with forked(torch.device("cpu")), captured.ambient.entered():
+    device = captured.device
+    with forked(device), captured.ambient.entered():
         inputs = captured.sample_inputs()
         for variant in variants:
-            _results(_runnable(variant), inputs)
-        while len(taken[variants[0].name]) < _SAMPLES or sum(map(sum, taken.values())) < _SAMPLED_S * len(variants):
+            _results(_runnable(variant), inputs, device)
+        while len(taken[plain.name]) < _SAMPLES or sum(map(sum, taken.values())) < _SAMPLED_MS * len(variants):
             for variant in variants:
-                start = time.process_time()
-                _results(_runnable(variant), inputs)
-                taken[variant.name].append(time.process_time() - start)
-    for variant in variants:
-        variant.step_ms = min(taken[variant.name]) * 1e3
+                step = partial(_results, _runnable(variant), inputs, device)
+                taken[variant.name].append(calls_ms(step, 1, device, time.process_time))
+    now_ms = min(taken[plain.name])
+    plain.step_ms = plain.step_ms or now_ms
+    for variant in others:
+        variant.step_ms = min(taken[variant.name]) * plain.step_ms / now_ms
 
 
 def _runnable(variant: Variant) -> Compiled:
@@ -57,24 +63,24 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """Parameters as they are; anything else anew: compiled code may write it."""
     if isinstance(tensor, torch.nn.Parameter):
         return tensor
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     with torch.no_grad():
         made.copy_(tensor)
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _results(run: Compiled, inputs: list[torch.Tensor]) -> list[tuple[str, torch.Tensor | None]]:
+def _results(run: Compiled, inputs: list[torch.Tensor], device: torch.device) -> list[tuple[str, torch.Tensor | None]]:
     """Everything that one step of the layer gives, by name."""
     torch.manual_seed(_SEED)
     with torch.enable_grad():
         outputs = [t for t in run(*inputs) if isinstance(t, torch.Tensor)]
     differentiable = [t for t in outputs if t.requires_grad]
     wanted = [t for t in inputs if t.requires_grad]
-    directions = [torch.randn(t.shape).to(t.dtype) for t in differentiable]
+    directions = [torch.randn(t.shape, device=t.device).to(t.dtype) for t in differentiable]
     gradients: Sequence[Any] = ()
     if differentiable:
         gradients = torch.autograd.grad(differentiable, wanted, directions, allow_unused=True)
     found: list[tuple[str, torch.Tensor | None]] = [(f"output {i}", t.detach()) for i, t in enumerate(outputs)]
     found += [(f"gradient {i}", t) for i, t in enumerate(gradients)]
     found += [(f"input {i}", t.detach()) for i, t in enumerate(inputs)]
-    return [*found, ("the random generator", torch.get_rng_state())]
+    return [*found, ("the random generator", state_of(device))]

@@ -11,7 +11,7 @@ overwritten.
 
 import sys
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class SoftmaxGradients(TorchDispatchMode):
     """Watches the softmaxes between a loss and the compiled layers; a mode that is on in their backward only.
 
     Args:
-        is_layer: Whether an autograd node is that of a compiled layer: nothing behind it is looked at.
+        is_layer: Whether an autograd node is that of a compiled layer of this model: nothing behind it is looked at.
 
     Attributes:
         held_bytes: Gradients of the last backward that could not be written over, since something else holds them.
@@ -98,7 +98,7 @@ class SoftmaxGradients(TorchDispatchMode):
         if not name:
             return func(*args, **(kwargs or {}))
         counts = counts_of(args)
-        alone = _alone(name, args[0].dtype, args[0].shape[-1]) if _fits(*args) else None
+        alone = _alone(name, args[0].dtype, args[0].shape[-1], args[0].device) if _fits(*args) else None
         if alone is None:
             return func(*args)
         # Another mode may keep what it sees. A backward that makes a graph holds the gradient for that.
@@ -150,7 +150,6 @@ def _fits(gradient: torch.Tensor, output: torch.Tensor, dim: int, dtype: torch.d
         and gradient.is_contiguous()
         and output.is_contiguous()
         and type(gradient) is torch.Tensor
-        and gradient.device.type == "cpu"
     )
 
 
@@ -160,25 +159,28 @@ def _can_be_told(node: Any) -> bool:
         made = node._saved_result
     except RuntimeError:  # the graph is gone, which the engine says in its own words
         return False
-    return made.dim() > 0 and _alone(node.name(), made.dtype, made.shape[-1]) is not None
+    return made.dim() > 0 and _alone(node.name(), made.dtype, made.shape[-1], made.device) is not None
 
 
 @cache
-def _alone(name: str, dtype: torch.dtype, columns: int) -> Counts | None:
+def _alone(name: str, dtype: torch.dtype, columns: int, device: torch.device) -> Counts | None:
     """The counts of an unshared gradient; None where the counts show no sharing, or the bits differ."""
     if not dtype.is_floating_point:
         return None
-    plain, free = _tried(name, dtype, columns, writes=False)
-    written, again = _tried(name, dtype, columns, writes=True)
+    tried = partial(_tried, name, dtype, columns, device)
+    plain, free = tried(writes=False)
+    written, again = tried(writes=True)
     # Held by Python, by another tensor of the same memory, by the engine.
-    held = [_tried(name, dtype, columns, writes=False, hold=hold)[1] for hold in ("itself", "a view", "a result")]
+    held = [tried(writes=False, hold=hold)[1] for hold in ("itself", "a view", "a result")]
     told = all(any(m > f for m, f in zip(more, free, strict=True)) for more in held)
     return free if told and free == again and torch.equal(plain, written) else None
 
 
-def _tried(name: str, dtype: torch.dtype, columns: int, *, writes: bool, hold: str = "") -> tuple[torch.Tensor, Counts]:
+def _tried(
+    name: str, dtype: torch.dtype, columns: int, device: torch.device, *, writes: bool, hold: str = ""
+) -> tuple[torch.Tensor, Counts]:
     """A small softmax's gradient, and the counts of what it was made from."""
-    ramp = torch.linspace(-1, 1, _TRIED_ROWS * columns, dtype=torch.float64).reshape(_TRIED_ROWS, columns)
+    ramp = torch.linspace(-1, 1, _TRIED_ROWS * columns, dtype=torch.float64, device=device).reshape(-1, columns)
     start, other = ramp.to(dtype, copy=True).requires_grad_(), torch.zeros_like(ramp, dtype=dtype).requires_grad_()
     mode, kept = _Counting(writes=writes), list[Any]()
     with _disable_current_modes(), torch.enable_grad():

@@ -278,9 +278,10 @@ class StepPlanner:
 
     def _time(self, shape: LayerShape) -> None:
         """Times of all that is compiled and untimed, beside the plain variant."""
-        running = [v for v in shape.variants.values() if v.run is not None and not v.refused]
-        if any(not v.step_ms for v in running):
-            measure_ms(shape.captured, running)
+        plain = shape.variants[PLAIN]
+        untimed = [v for v in shape.variants.values() if v.run is not None and not v.refused and not v.step_ms]
+        if untimed:
+            measure_ms(shape.captured, plain, [v for v in untimed if v is not plain])
 
     def _propose(self, shape: LayerShape, sets: Sequence[SavedSet]) -> bool:
         """Add the sets that are new. Whether there were any."""

@@ -13,17 +13,17 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from lowtide.device.generators import with_state
-
-_CPU = torch.device("cpu")  # lowtide.compile plans for no other device
+from lowtide.device.generators import state_of, with_state
 
 
-def storing_inputs_only(run: Callable[..., Sequence[Any]], *, draws: bool) -> Callable[..., Sequence[Any]]:
+def storing_inputs_only(
+    run: Callable[..., Sequence[Any]], *, draws: torch.device | None
+) -> Callable[..., Sequence[Any]]:
     """``run`` so that autograd keeps the inputs alone.
 
     Args:
         run: A compiled function of tensors, whose forward gives the same bits each time.
-        draws: It takes numbers from a generator, whose state is kept too.
+        draws: It takes numbers from the generator of this device, whose state is kept too.
     """
 
     def call(*inputs: torch.Tensor) -> Sequence[Any]:
@@ -34,10 +34,12 @@ def storing_inputs_only(run: Callable[..., Sequence[Any]], *, draws: bool) -> Ca
 
 class _RunAgain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Sequence[Any]], draws: bool, *inputs: torch.Tensor) -> tuple:
+    def forward(
+        ctx: Any, run: Callable[..., Sequence[Any]], draws: torch.device | None, *inputs: torch.Tensor
+    ) -> tuple:
         ctx.run, ctx.draws = run, draws
         ctx._materialize_non_diff_grads = False  # as in compiled code: no zeros for integers
-        ctx.save_for_backward(*inputs, *([torch.get_rng_state()] if draws else []))
+        ctx.save_for_backward(*inputs, *([] if draws is None else [state_of(draws)]))
         outputs = run(*(x.detach() for x in inputs))
         tensors = [y for y in outputs if isinstance(y, torch.Tensor)]
         ctx.mark_non_differentiable(*(y for y in tensors if not (y.is_floating_point() or y.is_complex())))
@@ -46,12 +48,12 @@ class _RunAgain(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # as compiled code is
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
-        kept = ctx.saved_tensors
-        state = kept[-1] if ctx.draws else None
-        inputs = [x.detach().requires_grad_(x.requires_grad) for x in (kept[:-1] if ctx.draws else kept)]
+        kept = list(ctx.saved_tensors)
+        again = nullcontext() if ctx.draws is None else with_state(ctx.draws, kept.pop())
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in kept]
         del kept
         ctx.maybe_clear_saved_tensors()  # unless the graph is kept: they go when this returns, not after its hooks
-        with torch.enable_grad(), nullcontext() if state is None else with_state(_CPU, state):
+        with torch.enable_grad(), again:
             outputs = ctx.run(*inputs)
         given = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None and y.requires_grad]
         edges, directions = [get_gradient_edge(y) for y, _ in given], [g for _, g in given]

@@ -23,7 +23,7 @@ _PIECE_BYTES = 1 << 21  # from twenty pieces' size on an allocator asks for memo
 _UNSPLIT_BYTES = 1 << 20  # a large block is handed out whole where it has so much more than was asked for
 _MOST_PIECES = 1024
 _lock = threading.RLock()
-_counting: set[int] = set()  # devices on which a peak is being counted
+_counting: dict[int, list["PeakCounter"]] = {}  # by device, counts that are open, the outermost first
 _forgotten: dict[int, int] = {}  # by device, the peak before it was reset here
 _low: dict[int, int] = {}  # by device, what the statistic was when that could not be given back
 _windows: list["PeakWindow"] = []  # that are open
@@ -32,6 +32,7 @@ _windows: list["PeakWindow"] = []  # that are open
 class PeakCounter:
     """Bytes above the start: ``peak`` during a measurement, ``left`` after it."""
 
+    start = 0  # what was allocated, on an accelerator
     peak = 0
     left = 0  # negative if more was freed than made
 
@@ -97,27 +98,39 @@ def counted_peak(device: str | torch.device) -> Iterator[PeakCounter | None]:
     """Count what is allocated on an accelerator inside; the counter is set when the block ends.
 
     The allocator counts on the host, in program order, so nothing is synchronised. It forgets the peak that it had:
-    call ``give_back_peak`` afterwards.
+    call ``give_back_peak`` afterwards. One count may lie in another: a kernel is measured while its step is.
 
     Yields:
-        The counter; None while another count runs on the device, and where its allocator keeps no statistics.
+        The counter; None where the device's allocator keeps no statistics.
     """
     index = index_of(device)
-    with _lock:
-        before = None if index in _counting else _statistic(index, "allocated_bytes.all.current")
-        if before is not None:
-            _counting.add(index)
+    before = _statistic(index, "allocated_bytes.all.current")
     if before is None:
         yield None
         return
     counter = PeakCounter()
+    counter.start = before
+    with _lock:
+        _forget_peak(index)  # those around this one note it
+        around = _counting.setdefault(index, [])
+        around.append(counter)
     try:
-        _forget_peak(index)
         yield counter
-        counter.peak = torch.accelerator.max_memory_allocated(index) - before
-        counter.left = torch.accelerator.memory_allocated(index) - before
     finally:
-        _counting.discard(index)
+        with _lock:
+            _note_peak(index)
+            counter.left = torch.accelerator.memory_allocated(index) - before
+            around.remove(counter)
+            if not around:
+                del _counting[index]
+
+
+def _note_peak(index: int) -> None:
+    """Before the statistic is forgotten: what it is for those who count. Called with the lock held."""
+    if counters := _counting.get(index):
+        peak = torch.accelerator.max_memory_allocated(index)
+        for counter in counters:
+            counter.peak = max(counter.peak, peak - counter.start)
 
 
 class PeakWindow:
@@ -185,6 +198,7 @@ def _forget_peak(index: int) -> None:
     """Reset the statistic; whoever watches it reads it before."""
     with _lock:
         _look_for_reset(index)
+        _note_peak(index)
         for window in _windows:
             if window.index == index:
                 window.note()

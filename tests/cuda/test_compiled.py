@@ -1,0 +1,68 @@
+"""Plans of compiled layers on PyTorch's CUDA build: predicted peaks are what its allocator counts, bits are equal."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+
+TESTS = Path(__file__).parents[1]
+
+
+def lines_of(tmp_path, *arguments):
+    """What ``support/compiled_on_cuda.py`` prints, in a process whose stand-in has two devices."""
+    pytest.importorskip("cuda_standin", reason="cuda_standin is not here: make test-cuda")
+    environment = os.environ | {
+        "STANDIN_DEVICES": "2", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+    }  # fmt: skip
+    command = [sys.executable, str(TESTS / "support" / "compiled_on_cuda.py"), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "autocast", "bfloat16"])
+@pytest.mark.parametrize("how", ["layers", "whole"])
+def test_predicted_peaks_are_counted_and_bits_equal(tmp_path, dtype, how):
+    lines = lines_of(tmp_path, dtype, how, "100%", "60%")
+
+    for line in lines:
+        assert line["counted_bytes"] == pytest.approx(line["predicted_bytes"], rel=1e-3), line
+        assert line["equal"], line
+    assert lines[1]["counted_bytes"] <= 0.6 * lines[1]["plain_bytes"] < lines[0]["counted_bytes"]
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x).relu()
+
+
+def test_cuda_graphs_are_refused_by_name_before_anything_runs(cuda):
+    compiled = lowtide.compile(nn.Sequential(Layer(), Layer()).to(cuda), budget="50%")
+    with (
+        torch._inductor.config.patch({"triton.cudagraphs": True}),
+        pytest.raises(lowtide.UnsupportedModelError, match=r"triton\.cudagraphs is on.*reduce-overhead"),
+    ):
+        compiled(torch.randn(4, 8, device=cuda))
+
+
+def test_a_model_on_several_devices_is_refused(cuda):
+    model = nn.Sequential(Layer().to(cuda), Layer().to(cuda))
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one device")
+    model[1].to("cuda:1")
+    with pytest.raises(lowtide.UnsupportedModelError, match="lies on cuda:0, cuda:1"):
+        lowtide.compile(model, budget="50%")
