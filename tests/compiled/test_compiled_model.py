@@ -45,8 +45,13 @@ def test_every_budget_holds_and_gradients_are_those_of_plain_compiled_layers():
 
 
 @pytest.mark.slow
-def test_dropout_inside_keeps_its_mask():
-    check_budgets([None, "50%"], dropout=0.3)
+def test_dropout_inside_is_drawn_again_from_its_seed_and_keeps_its_mask():
+    compiled = check_budgets([None, "50%", "30%"], dropout=0.3)
+
+    (shape,) = {id(s): s for planner in compiled._planners.values() for s in planner.shapes.values()}.values()
+    least = shape.variants["least"]
+    assert not least.refused and least.saved.names == ("inductor_seeds_default",)
+    assert least.memory.stored_bytes == 8
 
 
 @pytest.mark.slow

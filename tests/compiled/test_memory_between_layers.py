@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.compiled.captured_layer import VariantMemory
 from lowtide.compiled.choice import BACKWARD, BETWEEN, FORWARD
+from lowtide.compiled.generated_code import VariantMemory
 from lowtide.compiled.memory_between_layers import MemoryBetweenLayers
 
 KIB = 1024

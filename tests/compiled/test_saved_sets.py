@@ -103,3 +103,19 @@ def test_what_is_drawn_from_a_generator_is_saved():
     drawn = [s for s in layer.graph.storages if s.fixed == DRAWN]
 
     assert drawn and all(layer.names[s.id] in saved_sets.least(layer).names for s in drawn)
+
+
+def test_a_seed_is_saved_in_place_of_the_masks_that_are_drawn_from_it():
+    prims = torch.ops.prims
+
+    def dropped(x, w):
+        seed = prims.inductor_lookup_seed(prims.inductor_seeds(1, torch.device("cpu")), 0)
+        return torch.where(prims.inductor_random([64, 64], seed, "rand") > 0.3, F.gelu(x @ w), 0.0) @ w
+
+    layer = layer_graph_of(dropped, *(torch.randn(64, 64, requires_grad=True) for _ in range(2)))
+    least = saved_sets.least(layer)
+
+    assert [layer.graph.ops[layer.graph.storages[s].op].name for s in layer.names if layer.names[s] in least.names] == [
+        "prims.inductor_seeds.default"
+    ]
+    assert least.stored_bytes == 8 and least.recompute_ms > 0

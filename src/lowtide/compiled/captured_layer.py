@@ -16,42 +16,19 @@ from torch._guards import TracingContext, tracing
 
 from lowtide.compiled import op_rates
 from lowtide.compiled.ambient import Ambient
-from lowtide.compiled.generated_code import BufferSpec, InputMemory, UnreadableCodeError, read_code
+from lowtide.compiled.generated_code import BufferSpec, InputMemory, UnreadableCodeError, VariantMemory, read_code
 from lowtide.compiled.joint_nodes import JointNodes
+from lowtide.compiled.known_variants import layer_digest
 from lowtide.compiled.layer_graph import LayerGraph, layer_graph
 from lowtide.compiled.partitioner import PlannedPartitioner, draws
 from lowtide.compiled.saved_sets import SavedSet
 from lowtide.compiled.whole_rerun import storing_inputs_only
 from lowtide.device.generators import state_bytes
-from lowtide.device.names import is_accelerator
+from lowtide.device.names import device_name, is_accelerator
 from lowtide.errors import UnsupportedModelError
+from lowtide.step.operators import is_wrapper_type
 
 Compiled = Callable[..., Sequence[Any]]
-
-
-@dataclass(frozen=True)
-class VariantMemory:
-    """Bytes of one variant of a layer, read from its code.
-
-    Attributes:
-        stored_bytes: Made in forward and held until backward, beyond what the layer returns.
-        forward_peak_bytes, forward_end_bytes: Beyond what lives when forward begins.
-        backward_peak_bytes, backward_end_bytes: Beyond what lives when backward begins.
-        saved_output_bytes: Of what the layer returns, that backward holds as well: it counts where no next layer holds
-            it as an input. The variant that stores least holds every input that any other does.
-    """
-
-    stored_bytes: int
-    forward_peak_bytes: int
-    forward_end_bytes: int
-    backward_peak_bytes: int
-    backward_end_bytes: int
-    saved_output_bytes: int = 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of forward and backward, where nothing else runs between them."""
-        return max(self.forward_peak_bytes, self.stored_bytes + self.backward_peak_bytes)
 
 
 @dataclass
@@ -63,7 +40,7 @@ class Variant:
         saved: What it saves besides inputs; None: PyTorch's own choice.
         memory: Read from its code.
         run: The compiled function; None while only its code has been read.
-        step_ms: Forward and backward of one layer, measured; 0 before.
+        step_ms: Forward and backward of one layer, measured, perhaps by an earlier run; 0 before.
         refused: Why it is not used; "" where nothing speaks against it.
     """
 
@@ -73,6 +50,11 @@ class Variant:
     run: Compiled | None = None
     step_ms: float = 0.0
     refused: str = ""
+
+    @property
+    def is_tried(self) -> bool:
+        """It has run, in this run or an earlier one."""
+        return self.run is not None or self.step_ms > 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +81,7 @@ class CapturedLayer:
         context = TracingContext.try_get()
         assert context is not None, "Dynamo calls a backend while it traces"
         self._graph, self._context = graph, context
+        _check_no_wrappers(inputs)
         self.device = device_of(inputs)
         self.ambient = Ambient.now(self.device.type)
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -109,9 +92,12 @@ class CapturedLayer:
                 "pad the batches to a few lengths."
             )
         self.parameters = {i: t for i, t in enumerate(inputs) if isinstance(t, nn.Parameter)}
+        self._parameter_specs = {i: BufferSpec.of(t) for i, t in self.parameters.items()}
         self._others = {i: _Sample.of(t) for i, t in enumerate(inputs) if i not in self.parameters}
         self.layer: LayerGraph | None = None
         self.draws = False
+        self.key = ""  # of what earlier runs know
+        self._settings = (str(self.device), device_name(self.device), self.ambient, round_as_eager, _settings())
         self._plain: tuple[Compiled, list[_Lowered]] | None = None
         self._num_outputs = 0
 
@@ -121,11 +107,19 @@ class CapturedLayer:
         return {i: sample.spec for i, sample in self._others.items()}
 
     def sample_inputs(self) -> list[torch.Tensor]:
-        """Inputs like the captured ones: the layer's own parameters, random numbers for the rest."""
+        """Inputs like the captured ones: the layer's own parameters, random numbers for the rest.
+
+        The memory of a parameter that is sharded is there during its layer's call alone: then it is random too.
+        """
         made: list[torch.Tensor] = []
         for i in range(len(self._fakes)):
             found = self.parameters.get(i)
-            made.append(found if found is not None else self._others[i].tensor())
+            if found is None:
+                made.append(self._others[i].tensor())
+            elif found.untyped_storage().size() < self._parameter_specs[i].bytes:
+                made.append(_random(self._parameter_specs[i], found.device, found.requires_grad))
+            else:
+                made.append(found)
         return made
 
     def variant(self, name: str, saved: SavedSet | None, *, kernels: bool = True) -> Variant:
@@ -161,6 +155,7 @@ class CapturedLayer:
             if self.layer is None:
                 nodes = JointNodes(graph, info.is_required_fw, self._num_outputs)
                 self.draws = any(map(draws, nodes.nodes))
+                self.key = layer_digest(graph, *self._settings)
                 self.layer = layer_graph(nodes, self.device)
 
         partitioner = _CountingPartitioner(None if saved is None else saved.names, seen, self)
@@ -300,10 +295,22 @@ class _Sample:
     def tensor(self) -> torch.Tensor:
         if self.copy is not None:
             return self.copy.to(self.device, copy=True)
-        # What has no gradient may be a variance, and is positive.
-        draw = torch.randn if self.requires_grad else torch.rand
-        memory = draw(self.spec.bytes // self.spec.dtype.itemsize, device=self.device).to(self.spec.dtype)
-        return memory.as_strided(self.spec.size, self.spec.stride).requires_grad_(self.requires_grad)
+        return _random(self.spec, self.device, self.requires_grad)
+
+
+def _random(spec: BufferSpec, device: torch.device, requires_grad: bool) -> torch.Tensor:
+    # What has no gradient may be a variance, and is positive.
+    draw = torch.randn if requires_grad else torch.rand
+    memory = draw(spec.bytes // spec.dtype.itemsize, device=device).to(spec.dtype)
+    return memory.as_strided(spec.size, spec.stride).requires_grad_(requires_grad)
+
+
+def _settings() -> tuple[str, str]:
+    """Digests of the settings under which code is generated."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+
+    return inductor_config.get_hash().hex(), functorch_config.get_hash().hex()
 
 
 def _specs(gm: fx.GraphModule) -> dict[str, BufferSpec | None]:
@@ -333,6 +340,15 @@ def _kernels_compiled(wanted: bool) -> Iterator[None]:
         patch.object(AsyncCompile, "triton", lambda self, *args, **kwargs: _not_compiled),
     ):
         yield
+
+
+def _check_no_wrappers(inputs: Sequence[Any]) -> None:
+    kinds = {type(t) for t in inputs if isinstance(t, torch.Tensor)}
+    if wrappers := sorted(kind.__name__ for kind in kinds if is_wrapper_type(kind)):
+        raise UnsupportedModelError(
+            f"a compiled layer takes {', '.join(wrappers)}, as under tensor parallelism. Its code sends between ranks, "
+            "and each rank would choose for itself when to try a variant. Use lowtide.fit, which plans such layers."
+        )
 
 
 def device_of(values: Sequence[Any]) -> torch.device:

@@ -109,7 +109,7 @@ class CompiledModel(nn.Module):
             module = modules[name]
             kind = kinds.setdefault(type(module), LayerKind(session, whole=name == "", round_as_eager=round_as_eager))
             backend = "inductor" if self._is_unchecked else kind
-            self._calls[name] = module._compiled_call_impl = LayerCall(name, module, backend, session)
+            self._calls[name] = LayerCall(name, module, backend, session)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -157,10 +157,8 @@ class CompiledModel(nn.Module):
 
     def remove(self) -> None:
         """Have the model as it was before ``compile``."""
-        modules = dict(self._model.named_modules())
-        for name, call in self._calls.items():
-            if modules[name]._compiled_call_impl is call:
-                modules[name]._compiled_call_impl = None
+        for call in self._calls.values():
+            call.remove()
         self._calls.clear()
         self._forget()
 

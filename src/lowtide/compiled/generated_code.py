@@ -80,6 +80,31 @@ class CodeMemory:
     block_bytes: dict[int, int]
 
 
+@dataclass(frozen=True)
+class VariantMemory:
+    """Bytes of one variant of a layer, read from its code.
+
+    Attributes:
+        stored_bytes: Made in forward and held until backward, beyond what the layer returns.
+        forward_peak_bytes, forward_end_bytes: Beyond what lives when forward begins.
+        backward_peak_bytes, backward_end_bytes: Beyond what lives when backward begins.
+        saved_output_bytes: Of what the layer returns, that backward holds as well: it counts where no next layer holds
+            it as an input. The variant that stores least holds every input that any other does.
+    """
+
+    stored_bytes: int
+    forward_peak_bytes: int
+    forward_end_bytes: int
+    backward_peak_bytes: int
+    backward_end_bytes: int
+    saved_output_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of forward and backward, where nothing else runs between them."""
+        return max(self.forward_peak_bytes, self.stored_bytes + self.backward_peak_bytes)
+
+
 class _Counter:
     def __init__(self, device_type: str) -> None:
         self.live = self.peak = self.blocks = 0

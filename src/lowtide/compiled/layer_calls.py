@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,11 +11,13 @@ from torch import fx, nn
 
 from lowtide.compiled.captured_layer import CapturedLayer, Compiled, Variant
 from lowtide.compiled.choice import called
+from lowtide.compiled.known_variants import KnownVariant, KnownVariants
 from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, mark
 from lowtide.compiled.proof import why_not_equal
 from lowtide.compiled.saved_sets import SavedSet, least, least_peak
 from lowtide.errors import LowtideError, UnsupportedModelError
 from lowtide.step.batches import batch_tensors
+from lowtide.step.subclasses import is_sharded
 
 PLAIN, LEAST, AGAIN = "plain", "least", "run again"
 _MOST_SHAPES = 16  # that one kind of layer is compiled for
@@ -53,11 +55,24 @@ class LayerShape:
         self.captured, self._session, self.whole = captured, session, whole
         plain = captured.variant(PLAIN, None)
         assert captured.layer is not None
-        smallest = captured.variant(LEAST, (least_peak if whole else least)(captured.layer))
+        self.known = KnownVariants(captured.key)
+        known = self.known.variants
+        saved = known[LEAST].saved if LEAST in known else (least_peak if whole else least)(captured.layer)
+        smallest = captured.variant(LEAST, saved)
         self.variants = {PLAIN: plain, LEAST: smallest, AGAIN: captured.run_again(AGAIN)}
+        for name, found in known.items():
+            if name in self.variants:
+                self.variants[name].step_ms = found.step_ms
+            else:
+                self.variants[name] = Variant(name, found.saved, found.memory, None, found.step_ms, found.refused)
         for variant in (smallest, self.variants[AGAIN]):
             variant.refused = why_not_equal(captured, variant, plain)
         self.proposed: dict[str, SavedSet] = {}
+
+    def keep_known(self, searched: str) -> None:
+        """For later runs. ``searched``: for what all were found that a search proposes; "" if for nothing."""
+        variants = {n: KnownVariant(v.saved, v.memory, v.step_ms, v.refused) for n, v in self.variants.items()}
+        self.known.keep(variants, searched)
 
     def running(self, layer: str) -> Variant:
         """The variant that ``layer`` runs: as planned, else the leanest."""
@@ -124,15 +139,42 @@ class LayerKind:
 
 
 class LayerCall:
-    """Calls one compiled layer, and reports its start and end to the watch of the step."""
+    """Calls one compiled layer, and reports its start and end to the watch of the step.
+
+    It takes the place of the module's call, hooks included, as ``module.compile()`` does. Of a module that FSDP2
+    shards, before or after, it takes the place of ``forward`` alone: gathering and sharding are hooks, which are no
+    part of a graph.
+    """
 
     def __init__(self, name: str, module: nn.Module, backend: LayerKind | str, session: Session) -> None:
-        self._name, self._session = name, session
-        self._call_impl = module._call_impl
-        planned = isinstance(backend, LayerKind)  # PyTorch's own backend takes parts of a layer as well
-        self._run = torch.compile(module._call_impl, backend=backend, fullgraph=planned, dynamic=False)
+        self._name, self._module, self._session = name, module, session
+        self._is_planned = isinstance(backend, LayerKind)  # PyTorch's own backend takes parts of a layer as well
+        self._backend = backend
+        self._is_sharded = False
+        module._compiled_call_impl = self
+        self._take(module._call_impl)
+
+    def _take(self, call: Callable[..., Any]) -> None:
+        self._call_impl = call
+        self._run = torch.compile(call, backend=self._backend, fullgraph=self._is_planned, dynamic=False)
+
+    def _take_forward(self) -> None:
+        self._is_sharded = True
+        self._module._compiled_call_impl = None
+        self._take(self._module.forward)
+        self._module.__dict__["forward"] = self
+
+    def remove(self) -> None:
+        """Have the module as it was."""
+        if self._module._compiled_call_impl is self:
+            self._module._compiled_call_impl = None
+        if self._module.__dict__.get("forward") is self:
+            del self._module.__dict__["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_sharded and is_sharded(self._module):
+            self._take_forward()
+            return self._module(*args, **kwargs)
         if not torch.is_grad_enabled():
             # Uncompiled: Dynamo counts what it compiles by code, which all layers share, and past its limit would leave
             # later shapes of training uncompiled in silence.

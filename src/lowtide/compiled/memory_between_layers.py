@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from lowtide.compiled import op_rates
-from lowtide.compiled.captured_layer import VariantMemory
 from lowtide.compiled.choice import BACKWARD, BETWEEN, FORWARD, Moment, called
+from lowtide.compiled.generated_code import VariantMemory
 from lowtide.device.block_size import in_blocks
 from lowtide.device.memory import PeakCounter, give_back_peak
 from lowtide.device.names import is_accelerator
 from lowtide.measurement.allocator import measuring
 from lowtide.step import backward_entry
 from lowtide.step.node_hooks import call_around
+from lowtide.step.subclasses import plain_tensors
 
 _OWNER = "lowtide: compiled layer of"  # in a node's metadata
 
@@ -84,7 +85,8 @@ class MemoryBetweenLayers:
         self._granted = self._new_gradients()
 
     def _new_gradients(self) -> int:
-        return sum(self._in_blocks(p.grad.nbytes) for p in self._without_gradient if p.grad is not None)
+        gradients = plain_tensors(*(p.grad for p in self._without_gradient if p.grad is not None))
+        return sum(self._in_blocks(gradient.nbytes) for gradient in gradients)
 
     def _in_blocks(self, size: int) -> int:
         return in_blocks(size, self._device.type)

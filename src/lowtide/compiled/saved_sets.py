@@ -68,20 +68,20 @@ def _beats(one: SavedSet, other: SavedSet) -> bool:
 
 def least(layer: LayerGraph) -> SavedSet:
     """The set that saves no byte more than it must."""
-    found = within(layer, 0, None)
-    if found is not None:
-        return found
-    fixed = sum(s.bytes for s in layer.graph.storages if s.fixed and s.id in layer.graph.stored)
-    found = within(layer, fixed, None)
-    return found or _evaluated(layer, {})
+    return within(layer, 0, None) or _evaluated(layer, {})
 
 
 def within(layer: LayerGraph, stored_bytes: int, backward_bytes: int | None) -> SavedSet | None:
     """The fastest set that stores and takes no more than that; None where the solver finds none."""
     total = sum(s.bytes for s in layer.graph.storages)
-    stored_bytes += sum(s.bytes for s in layer.graph.storages if s.fixed and s.id in layer.graph.stored)
+    stored_bytes += _fixed_bytes(layer)
     slack = 4 * total if backward_bytes is None else max(0, backward_bytes - stored_bytes)
     return _fastest(layer, slack, slack + stored_bytes)
+
+
+def _fixed_bytes(layer: LayerGraph) -> int:
+    """Of what is never made again. A seed is such: where masks are drawn from it again, it is stored in their place."""
+    return sum(s.bytes for s in layer.graph.storages if s.fixed and s.id in layer.names)
 
 
 def within_peak(layer: LayerGraph, peak_bytes: int, rest_bytes: int = 0) -> SavedSet | None:

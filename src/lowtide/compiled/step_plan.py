@@ -5,6 +5,7 @@ Then the choice is made again with that peak, until all chosen variants are read
 propose variants between the chosen ones, or leaner ones where nothing fits.
 """
 
+import hashlib
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -141,6 +142,8 @@ class StepPlanner:
             choice = self._choice_of(dict.fromkeys(self.shapes, PLAIN))
         else:
             choice = self._within(limit)
+        for shape in self._distinct:
+            shape.keep_known("")
         self._made.append(self._plan_of(choice, limit, plain_bytes, start_s))
         return self._made[-1]
 
@@ -148,13 +151,18 @@ class StepPlanner:
         return any(plan is made for made in self._made)
 
     def _within(self, limit: int) -> Choice:
-        if any(shape.whole for shape in self._distinct):
-            self._prepare_whole(limit)
-        else:
-            self._prepare_layers(limit)
+        search = self._digest(limit)
+        if any(search not in shape.known.searched for shape in self._distinct):
+            self._prepare(limit)
         while True:
             found = fastest_within(self.moments, self._options(ready=True), limit)
+            if found is not None and self._make_runnable(found):
+                if any(search not in shape.known.searched for shape in self._distinct):
+                    self._prepare(limit)
+                continue
             if found is not None:
+                for shape in self._distinct:
+                    shape.keep_known(search)
                 return found
             leanest = self._leanest()
             if leanest.peak_bytes > limit or not self._advance(leanest):
@@ -168,6 +176,30 @@ class StepPlanner:
             budget_bytes=budget_bytes,
             least_bytes=least_bytes,
         )
+
+    def _digest(self, limit: int) -> str:
+        """Of all that decides what a search proposes, but for the times of ops."""
+        layers = [(name, shape.captured.key) for name, shape in self.shapes.items()]
+        facts = [(m.kind, m.layer, m.live_bytes, m.extra_bytes, sorted(m.open.items())) for m in self.moments]
+        return hashlib.sha256(repr((limit, layers, facts)).encode()).hexdigest()[:32]
+
+    def _make_runnable(self, choice: Choice) -> bool:
+        """Compile what is chosen and known from an earlier run only. Whether there was any."""
+        chosen = {(self.shapes[layer], name) for layer, name in choice.variants.items()}
+        known = [(shape, name) for shape, name in chosen if shape.variants[name].run is None]
+        for shape, name in known:
+            found = shape.variants[name]
+            self._compile(shape, name)
+            if shape.variants[name].refused or shape.variants[name].memory != found.memory:
+                shape.known.searched.clear()  # it is not what it was, so the search may find others
+        return bool(known)
+
+    def _prepare(self, limit: int) -> None:
+        """Propose sets, read and compile those that are worth it."""
+        if any(shape.whole for shape in self._distinct):
+            self._prepare_whole(limit)
+        else:
+            self._prepare_layers(limit)
 
     def _prepare_layers(self, limit: int) -> None:
         """Propose sets, and read and compile those of the fastest choice that fits."""
@@ -196,7 +228,7 @@ class StepPlanner:
             if choice is None:
                 break
             self._advance(choice)
-            usable = {name for name, v in shape.variants.items() if v.run is not None and not v.refused}
+            usable = {name for name, v in shape.variants.items() if v.is_tried and not v.refused}
             if not usable.isdisjoint(choice.variants.values()):
                 return
         least = shape.variants[LEAST]
@@ -257,7 +289,7 @@ class StepPlanner:
             self._read(shape, name)
         if unread or not kernels:
             return bool(unread)
-        uncompiled = [(shape, name) for shape, name in chosen if shape.variants[name].run is None]
+        uncompiled = [(shape, name) for shape, name in chosen if not shape.variants[name].is_tried]
         for shape, name in uncompiled:
             self._compile(shape, name)
         return bool(uncompiled)
@@ -310,6 +342,8 @@ class StepPlanner:
         read = shape.variants[name]
         made = shape.captured.variant(name, read.saved)
         made.refused = why_not_equal(shape.captured, made, shape.variants[PLAIN])
+        if made.memory == read.memory:
+            made.step_ms = read.step_ms
         shape.variants[name] = made
         if made.refused:
             self.refused.append(f"{name}: {made.refused}")
@@ -391,7 +425,7 @@ def _options_of(shape: LayerShape, *, ready: bool, refused: bool = False, output
             v.step_ms or _believed_ms(shape, v.saved),
         )
         for name, v in shape.variants.items()
-        if (refused or not v.refused) and (v.run is not None or not ready)
+        if (refused or not v.refused) and (v.is_tried or not ready)
     ]
     for name, saved in [] if ready else list(shape.proposed.items()):
         beyond = max(0, saved.backward_bytes - saved.stored_bytes)
@@ -403,7 +437,7 @@ def _believed_ms(shape: LayerShape, saved: SavedSet) -> float:
     """Estimated time of a layer's step under a variant that has not run: the sum of its ops, scaled by the error of the
     nearest variant that has run. Fused ops take less time than alone."""
     plain_ms = shape.variants[PLAIN].step_ms
-    ran = [v for v in shape.variants.values() if v.run is not None and v.step_ms and v.saved.recompute_ms]
+    ran = [v for v in shape.variants.values() if v.step_ms and v.saved.recompute_ms]
     near = min(ran, key=lambda v: abs(v.saved.recompute_ms - saved.recompute_ms), default=None)
     if near is None:
         return plain_ms + saved.recompute_ms

@@ -30,6 +30,12 @@ def plain_tensors(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from plain_tensors(*(t for t in inner if isinstance(t, torch.Tensor)))
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers and shards the parameters of ``module`` around its call."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes longer than looking
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 def wrapped_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of ``model`` that are DTensors: shards, or whole by turns."""
     if "torch.distributed.tensor" not in sys.modules:  # importing it takes longer than looking

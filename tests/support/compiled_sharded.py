@@ -1,0 +1,66 @@
+"""Runs in each rank of ``test_sharded.py``: compiled layers that FSDP2 shards, with and without a plan."""
+
+import torch
+from support.compiled_layers import Decoder
+from support.sharded_training import Collectives
+from torch.distributed.fsdp import fully_shard
+
+import lowtide
+from lowtide.measurement.allocator import peak_bytes
+from lowtide.step.subclasses import plain_tensors
+
+IDS = torch.randint(0, 64, (4, 32), generator=torch.Generator("cpu").manual_seed(0))
+
+
+def training(rank, order):
+    """Three steps of layers that PyTorch compiles, and of the same layers under a plan.
+
+    Args:
+        order: Whether the layers are sharded before or after ``lowtide.compile``.
+    """
+    torch.set_num_threads(1)
+    plain = made()
+    for block in plain.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+    shard(plain)
+    expected = [step(plain, plain) for _ in range(3)]
+    del plain
+    torch._dynamo.reset()
+    model = made()
+    if order == "shard first":
+        shard(model)
+    compiled = lowtide.compile(model, budget="60%")
+    if order == "compile first":
+        shard(model)
+    found = [step(compiled, model)]
+    plan = compiled.plan
+    assert plan is not None, compiled.reason
+    found += [step(compiled, model) for _ in range(2)]
+    peak = peak_bytes(lambda: step(compiled, model))
+    return {
+        "expected": expected, "found": found, "plan": plan.layers, "predicted": plan.predicted_peak_bytes,
+        "measured": peak + plan.resident_bytes, "budget": plan.budget_bytes, "reason": compiled.reason,
+    }  # fmt: skip
+
+
+def made():
+    torch.manual_seed(0)
+    return Decoder(layers=4)
+
+
+def shard(model):
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+
+def step(run, model):
+    """What one step gives, as lists, and what it sends."""
+    for p in model.parameters():
+        if p.grad is not None:
+            next(plain_tensors(p.grad)).zero_()
+    with Collectives() as sent:
+        loss = run(IDS)
+        loss.backward()
+    gradients = [next(plain_tensors(p.grad)).flatten().tolist() for p in model.parameters()]
+    return loss.item(), gradients, dict(sent.seen)
