@@ -11,6 +11,7 @@ from typing import Any
 
 VERSION = 2
 NEW_GRADIENT = "new_gradient"  # see ``Storage.kind``
+COMPILED_CODE = "lowtide.compiled.region"  # name of the op that a call of compiled code is
 
 # Events, in the order of the step. The second number is an op, a storage or a saved-tensor id.
 RUN = 0  # op executes

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.graph.step_graph import RUN, UNPACK, Op
+from lowtide.graph.step_graph import COMPILED_CODE, RUN, UNPACK, Op
 from lowtide.measurement.allocator import measuring
 from lowtide.recording.graph_builder import GraphBuilder
 from lowtide.recording.live_storages import LiveStorages
@@ -25,7 +25,6 @@ from lowtide.step.node_hooks import call_around
 from lowtide.step.operators import fingerprint
 from lowtide.step.restore import preserve_training_state
 
-NAME = "lowtide.compiled.region"
 MADE_HERE = "made by compiled code"
 
 
@@ -111,7 +110,7 @@ class CompiledOp:
         live: LiveStorages,
         device: torch.device,
         reads: tuple[int, ...],
-        name: str = NAME,
+        name: str = COMPILED_CODE,
     ) -> None:
         self._builder, self._live, self._name = builder, live, name
         self._first_event = len(builder.events)

@@ -6,7 +6,7 @@ from lowtide.errors import BudgetInfeasibleError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.lower_bound.bound import bound_peak, bound_peak_with_offload
-from lowtide.solvers.peak_report import bottleneck, modules_at_peak
+from lowtide.solvers.peak_report import bottleneck, inside_compiled_code, modules_at_peak
 from lowtide.solvers.search_context import SearchContext
 from lowtide.units import format_bytes
 
@@ -74,7 +74,8 @@ def infeasible_error(
     lines += ["What the leanest holds besides at its peak:"] if held else []
     lines += [f"  {format_bytes(size):>11}  {module}" for module, size in held]
     other = way_out or ("reduce the batch" if method == "exact" else 'use method="exact"')
-    lines.append(f"Raise the budget to {timeline.peak_bytes} bytes or more, or {other}.")
+    inside = inside_compiled_code(graph, least, timeline, budget_bytes)
+    lines.append(f"Raise the budget to {timeline.peak_bytes} bytes or more, or {other}.{inside}")
     return BudgetInfeasibleError(
         "\n".join(lines), budget_bytes=budget_bytes, least_bytes=timeline.peak_bytes, proven_bytes=proven
     )

@@ -6,12 +6,13 @@ from typing import Any
 from lowtide.explanation import Evidence, LinkUse, PeakGroup, collapse_path, short_op
 from lowtide.graph.facts import step_facts
 from lowtide.graph.function_ops import timed_function_groups
-from lowtide.graph.step_graph import NEW_GRADIENT, Op, StepGraph
+from lowtide.graph.step_graph import COMPILED_CODE, NEW_GRADIENT, Op, StepGraph
 from lowtide.plan import SAVE, TIER_OF
 from lowtide.simulation.peak_contents import PeakContents, contents_at_peak
 from lowtide.simulation.simulator import Timeline
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.search_context import SearchContext
+from lowtide.units import format_bytes
 
 _MOST_HOLDERS = 6
 _MADE_IN_BACKWARD = {"backward": "backward", NEW_GRADIENT: "gradient"}
@@ -89,6 +90,20 @@ def modules_at_peak(graph: StepGraph, candidate: Candidate, timeline: Timeline) 
     for holder in _holders(graph, candidate.actions, peak):
         found[holder.module] = found.get(holder.module, 0) + holder.bytes
     return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def inside_compiled_code(graph: StepGraph, candidate: Candidate, timeline: Timeline, budget_bytes: int) -> str:
+    """The way out where the peak is in a call of compiled code, which is one op here; "" elsewhere."""
+    peak = contents_at_peak(graph, candidate.actions, candidate.replays, timeline, candidate.moves)
+    if peak.op is None or graph.ops[peak.op].name != COMPILED_CODE:
+        return ""
+    layers = "" if module_of(graph, graph.ops[peak.op]) else ', layers=["*"]'
+    makers = {op.id for op in graph.ops if op.name == COMPILED_CODE}
+    stored = sum(graph.storages[s].bytes for s in graph.stored if graph.storages[s].op in makers)
+    return (
+        f" lowtide.compile(model{layers}, budget={budget_bytes}) plans inside of compiled code, whose "
+        f"{format_bytes(stored)} are kept or made again call by call here."
+    )
 
 
 def bottleneck(graph: StepGraph, candidate: Candidate, timeline: Timeline) -> str:

@@ -23,7 +23,7 @@ from lowtide.reports.terminal import fit_report
 from lowtide.shapes.call_shapes import shape_of_call
 from lowtide.step import backward_entry, module_calls
 from lowtide.step.batches import Call, batch_tensors, call_of
-from lowtide.step.whole_modules import called_whole
+from lowtide.step.whole_modules import called_whole, is_scripted
 from lowtide.tracing.model_facts import ModelFacts
 from lowtide.tracing.tracer import Step
 from lowtide.training.budget import StepBudget
@@ -83,11 +83,16 @@ class Fit:
         for kind, paths in facts.parts_called_whole().items():
             if not facts.is_wrapped:
                 shown = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
-                inside = "; lowtide.compile plans inside of them"
-                inside = inside if kind == "compiled code" and facts.device.type == "cpu" else ""
+                inside = "; lowtide.compile plans inside of them" if kind == "compiled code" else ""
                 self._reasons.say(
                     f"each call of {kind} is one op, which is kept or runs again as a whole: {shown}{inside}"
                 )
+        if "" in facts.compiled and not is_scripted(model):
+            shown = "..." if options.budget == "auto" else repr(options.budget)
+            self._reasons.say(
+                "the model is compiled as a whole: its call is one op, which is kept or runs again as a whole. "
+                f'lowtide.compile(model, layers=["*"], budget={shown}) plans inside of it'
+            )
         unprepare = prepare(model, chunk_loss=options.chunk_loss, tile_mlp=options.tile_mlp, say=self._reasons.say)
         try:
             if batch is None:
