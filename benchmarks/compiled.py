@@ -54,7 +54,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as empty:
         environment = {**os.environ, **MALLOC_FIXED, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         if not args.quick:
-            environment["TORCHINDUCTOR_CACHE_DIR"] = empty
+            environment |= {"TORCHINDUCTOR_CACHE_DIR": empty, "LOWTIDE_CACHE_DIR": empty}
         found = subprocess.run(
             [sys.executable, __file__, *sys.argv[1:], "--here"], env=environment, stdout=subprocess.PIPE, check=False
         )

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.compiled import captured_layer, compiled_model, layer_calls
+from lowtide.compiled.counted_peaks import CountedStep
 from lowtide.compiled.generated_code import UnreadableCodeError
 from lowtide.measurement.allocator import peak_bytes
 
@@ -380,3 +381,22 @@ def test_a_plan_that_is_asked_for_elsewhere_knows_the_steps_state():
         torch.set_float32_matmul_precision(before[0])
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(before[1])
+
+
+@pytest.mark.slow
+def test_a_step_that_takes_more_than_its_budget_is_told_and_planned_again_with_that_margin(monkeypatch):
+    model, compiled = compiled_decoder()
+    compiled.set_budget("80%")
+    plan = compiled.plan
+    (shapes,) = compiled._plans
+    over = CountedStep(shapes, plan, plan.budget_bytes + 512)
+    found = iter([over])
+    monkeypatch.setattr(compiled._peaks, "take", lambda: next(found, None))
+    with pytest.warns(UserWarning, match="512 B more than its budget, by the allocator's count"):
+        step_of(compiled, model)
+
+    again = compiled.plan
+    assert again is not plan and again.budget_bytes == plan.budget_bytes
+    assert again.margin_bytes == over.peak_bytes - plan.predicted_peak_bytes
+    assert again.predicted_peak_bytes <= again.budget_bytes
+    assert equal(step_of(compiled, model), reference(layers=2))

@@ -39,7 +39,9 @@ def main(dtype, how, budgets):
     loss_of(compiled, ids, dtype).backward()
     for budget in budgets:
         compiled.set_budget(budget)
-        found = step(compiled, model, ids, dtype)
+        plain_bytes = compiled.plan.plain_peak_bytes - compiled.plan.resident_bytes
+        for _ in range(3):  # a plan that takes more than the allocator counts is mended
+            found = step(compiled, model, ids, dtype)
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
         loss_of(compiled, ids, dtype).backward()
@@ -47,7 +49,7 @@ def main(dtype, how, budgets):
         line = {
             "predicted_bytes": plan.predicted_peak_bytes - plan.resident_bytes,
             "counted_bytes": torch.cuda.max_memory_allocated() - plan.resident_bytes,
-            "plain_bytes": plan.plain_peak_bytes - plan.resident_bytes,
+            "plain_bytes": plain_bytes,
             "equal": all(map(torch.equal, found, expected)),
             "variants": [v.name for v in plan.variants],
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -16,6 +16,7 @@ from torch import nn
 
 from lowtide.compiled.captured_layer import device_of
 from lowtide.compiled.choice import called
+from lowtide.compiled.counted_peaks import CountedPeaks
 from lowtide.compiled.layer_calls import LayerCall, LayerKind, Session
 from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, is_of
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
@@ -31,6 +32,7 @@ from lowtide.tracing.tracer import resident_bytes
 from lowtide.training.existing_checkpointing import ExistingCheckpointing
 from lowtide.units import format_bytes, parse_budget
 
+_MOST_CORRECTIONS = 3
 _RECOMPILE_LIMIT = 256  # of Dynamo, for one code object: layers of all kinds and shapes share one
 
 
@@ -101,7 +103,9 @@ class CompiledModel(nn.Module):
         self._softmaxes = SoftmaxGradients(partial(is_of, session))
         self._held_bytes: dict[str, int] = {}  # by input shapes: gradients not written over when the step was watched
         self._is_unchecked, self.reason = is_unchecked(COMPILED), why_unchecked(COMPILED)
-        self._forget = (lambda: None) if self._is_unchecked else backward_entry.observe(self._softmaxes)
+        self._peaks, self._num_corrections = CountedPeaks(), 0
+        forget = [] if self._is_unchecked else [backward_entry.observe(o) for o in (self._softmaxes, self._peaks)]
+        self._forget: Callable[[], Any] = lambda: [one() for one in forget]
         kinds: dict[type, LayerKind] = {}
         self._calls: dict[str, LayerCall] = {}
         modules = dict(model.named_modules())
@@ -181,12 +185,15 @@ class CompiledModel(nn.Module):
             with _many_shapes():
                 return self._model(*args, **kwargs)
         self._plan_watched()
+        self._keep_budget()
         self._find_held_gradients()
         shapes = _shapes_of(args, kwargs, self._model)
         self._num_calls += 1
         self._last_calls[shapes] = self._num_calls
         plan = self._plans.get(shapes)
         session.not_as_planned, session.training = "", session.training or bool(self._plans)
+        if plan is not None:
+            self._peaks.begin(shapes, plan, self._device)
         with _many_shapes():
             if plan is None and shapes not in self._unplanned:
                 outputs = self._watched(shapes, args, kwargs)
@@ -198,6 +205,29 @@ class CompiledModel(nn.Module):
             self._lose_plan(shapes, session.not_as_planned)
         self._find_late_backward(shapes, outputs)
         return outputs
+
+    def _keep_budget(self) -> None:
+        """Plan again where the first step under a plan took more than the budget, by the allocator's own count."""
+        step = self._peaks.take()
+        if step is None or step.plan.budget_bytes is None or self._plans.get(step.shapes) is not step.plan:
+            return
+        over = step.peak_bytes - step.plan.budget_bytes
+        if over <= 0 or self._num_corrections >= _MOST_CORRECTIONS:
+            return
+        self._num_corrections += 1
+        more = step.peak_bytes - step.plan.predicted_peak_bytes
+        self._tell(
+            f"a step took {format_bytes(more)} more than its plan predicts and {format_bytes(over)} more than its "
+            "budget, by the allocator's count; it is planned again with that margin. Segments that do not grow take "
+            "more (PYTORCH_ALLOC_CONF=expandable_segments:True), and an optimizer that lowtide.compile was not given"
+        )
+        planner = self._planners[step.shapes]
+        planner.add_margin(more)
+        try:
+            self._last_plan = self._plans[step.shapes] = planner.plan(step.plan.budget_bytes)
+        except BudgetInfeasibleError as error:
+            first = str(error).splitlines()[0].rstrip(".")
+            self._tell(f"{first}, by the allocator's count. The plan that there is stays in force")
 
     def _find_held_gradients(self) -> None:
         """Warn of a gradient that was written over in the watched step and was held elsewhere in the last backward."""

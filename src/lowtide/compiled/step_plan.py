@@ -147,6 +147,11 @@ class StepPlanner:
         self._made.append(self._plan_of(choice, limit, plain_bytes, start_s))
         return self._made[-1]
 
+    def add_margin(self, more_bytes: int) -> None:
+        """Every peak counts so much more from now on: what the allocator has taken beyond a plan."""
+        self.moments = [replace(moment, extra_bytes=moment.extra_bytes + more_bytes) for moment in self.moments]
+        self.margin_bytes += more_bytes
+
     def has_made(self, plan: CompiledPlan) -> bool:
         return any(plan is made for made in self._made)
 
