@@ -1,4 +1,4 @@
-"""The table of ``benchmarks/compiled.py``: a compiled decoder, PyTorch's options beside lowtide's plans."""
+"""The tables of ``benchmarks/compiled.py`` and ``compiled_cuda.py``: PyTorch's options beside lowtide's plans."""
 
 from __future__ import annotations
 
@@ -29,6 +29,50 @@ def compiled_table(lines: list[dict]) -> str:
         f"commit {first['commit']}.",
     ]
     return "\n".join(rows)
+
+
+CUDA_COLUMNS = ("method", "activations", "of plain", "predicted", "off", "launches", "variants")
+HOW = {"layers": "by layer", "whole": "as one graph"}
+
+
+def compiled_cuda_table(lines: list[dict]) -> str:
+    """A table for each case, and where it was counted; a sentence where there are no results."""
+    if not lines:
+        return (
+            "Not counted yet: `.venv-cuda/bin/python benchmarks/compiled_cuda.py` runs PyTorch's options and\n"
+            "lowtide's plans on PyTorch's CUDA build. What holds there today is in `tests/cuda/test_compiled.py`."
+        )
+    rows: list[str] = []
+    for dtype, how in dict.fromkeys((line["dtype"], line["how"]) for line in lines):
+        rows += ["", f"**{dtype}, {HOW[how]}**", ""] if rows else [f"**{dtype}, {HOW[how]}**", ""]
+        rows += ["| " + " | ".join(CUDA_COLUMNS) + " |", "|---|" + "---:|" * (len(CUDA_COLUMNS) - 2) + "---|"]
+        case = [line for line in lines if (line["dtype"], line["how"]) == (dtype, how)]
+        rows += ["| " + " | ".join([line["method"], *_cuda_cells(line)]) + " |" for line in case]
+    first = lines[0]
+    where = (
+        "Counted on a stand-in for a GPU: peaks are those of PyTorch's caching allocator, and kernels do nothing, so "
+        "there are no times. lowtide chooses by the times of a roofline (989 TFLOP/s, 3.35 TB/s)"
+        if first["stand_in"]
+        else "On a GPU"
+    )
+    rows += [
+        "",
+        f"{first['case'][0].upper()}{first['case'][1:]}. {where}. lowtide's budgets are the peaks of PyTorch's "
+        f"options. torch {first['torch']}, transformers {first['transformers']}, commit {first['commit']}.",
+    ]
+    return "\n".join(rows)
+
+
+def _cuda_cells(line: dict) -> list[str]:
+    launches = f"{line['launches']:,}" if "launches" in line else ""
+    if line["status"] == "infeasible":
+        return [f"infeasible, least {line['activation_bytes'] / MIB:.1f} MiB", "", "", "", "", ""]
+    cells = [f"{line['activation_bytes'] / MIB:.1f} MiB", f"{line['fraction']:.3f}"]
+    if "predicted_activation_bytes" not in line:
+        return [*cells, "", "", launches, ""]
+    off = line["activation_bytes"] - line["predicted_activation_bytes"]
+    variants = ", ".join(f"{count} x {name}" for name, count in line["variants"].items())
+    return [*cells, f"{line['predicted_activation_bytes'] / MIB:.1f} MiB", f"{off:+,} B", launches, variants]
 
 
 def _cells(line: dict) -> list[str]:
