@@ -3,7 +3,7 @@
 from lowtide.api import fit as fit
 from lowtide.compiled.compiled_model import CompiledModel as CompiledModel
 from lowtide.compiled.compiled_model import compile as compile
-from lowtide.compiled.step_plan import CompiledPlan as CompiledPlan
+from lowtide.compiled.compiled_plan import CompiledPlan as CompiledPlan
 from lowtide.doctor.diagnosis import Diagnosis as Diagnosis
 from lowtide.doctor.diagnosis import diagnose as diagnose
 from lowtide.doctor.finding import Finding as Finding

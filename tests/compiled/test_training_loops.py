@@ -52,6 +52,26 @@ def test_a_budget_holds_as_read_and_gradients_are_those_of_plain_compiled_layers
     assert compiled.plan is None and "more than its budget" in compiled.reason
 
 
+def test_a_plan_of_compiled_layers_is_a_plan(tmp_path):
+    """Decisions inside of the layers, what is at the peak, pages and files, as of any plan."""
+    _, compiled = compiled_decoder()
+    plan = compiled.plan
+    layers = {plan.scope(d) for d in plan.decisions}
+    plan.save(tmp_path / "plan.json")
+    loaded = lowtide.Plan.load(tmp_path / "plan.json")
+
+    assert isinstance(plan, lowtide.Plan) and layers == {"blocks.0", "blocks.1"}
+    assert plan.counts["recompute"] > 0 and plan.predicted_overhead > 0
+    assert "blocks" in str(plan.explain()) and "blocks.0" in plan._repr_html_()
+    assert (loaded.decisions, loaded.predicted_peak_bytes) == (plan.decisions, plan.predicted_peak_bytes)
+    with pytest.raises(lowtide.PlanMismatchError, match="is of another model"):
+        compiled.use(loaded)
+    compiled.set_budget(None)
+    assert compiled.plan.keeps_everything or set(compiled.plan.layers.values()) == {"plain"}
+    with pytest.raises(lowtide.PlanMismatchError), lowtide.apply(decoder(layers=2), plan):
+        pass
+
+
 @pytest.mark.thorough
 def test_evaluation_of_any_number_of_lengths_runs_between_steps():
     model, compiled = compiled_decoder()

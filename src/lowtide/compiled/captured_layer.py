@@ -96,6 +96,7 @@ class CapturedLayer:
         self._others = {i: _Sample.of(t) for i, t in enumerate(inputs) if i not in self.parameters}
         self.layer: LayerGraph | None = None
         self.draws = False
+        self.plain_names: tuple[str, ...] = ()  # what PyTorch's own choice saves
         self.key = ""  # of what earlier runs know
         self._settings = (str(self.device), device_name(self.device), self.ambient, round_as_eager, _settings())
         self._plain: tuple[Compiled, list[_Lowered]] | None = None
@@ -169,6 +170,7 @@ class CapturedLayer:
             made = {n: s for s, n in self.layer.names.items()}
             stored = sum(self.layer.graph.storages[made[n]].bytes for n in chosen if n in made)
             saved = SavedSet(None, stored, 0, 0, 0.0)
+            self.plain_names = tuple(n for n in chosen if n in made)
             self._plain = run, lowered
         return Variant(name, saved, self._memory(lowered), run if kernels else None)
 

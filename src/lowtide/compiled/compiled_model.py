@@ -16,11 +16,12 @@ from torch import nn
 
 from lowtide.compiled.captured_layer import device_of
 from lowtide.compiled.choice import called
+from lowtide.compiled.compiled_plan import CompiledPlan
 from lowtide.compiled.counted_peaks import CountedPeaks
 from lowtide.compiled.layer_calls import LayerCall, LayerKind, Session
 from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, is_of
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
-from lowtide.compiled.step_plan import CompiledPlan, StepPlanner
+from lowtide.compiled.step_plan import StepPlanner
 from lowtide.device.names import autocast_types, is_accelerator
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
 from lowtide.pytorch_internals import COMPILED, is_unchecked, why_unchecked

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowtide.compiled.step_plan import CompiledPlan
+from lowtide.compiled.compiled_plan import CompiledPlan
 from lowtide.device.memory import PeakWindow
 from lowtide.device.names import is_accelerator
 

@@ -8,11 +8,12 @@ propose variants between the chosen ones, or leaner ones where nothing fits.
 import hashlib
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lowtide.compiled import saved_sets
 from lowtide.compiled.captured_layer import Variant
 from lowtide.compiled.choice import BETWEEN, Choice, Moment, Option, fastest_within, least_peak, peak_moment, peak_of
+from lowtide.compiled.compiled_plan import CompiledPlan, PlannedVariant, decisions_of, evidence_of
 from lowtide.compiled.generated_code import UnreadableCodeError
 from lowtide.compiled.layer_calls import LEAST, PLAIN, LayerShape
 from lowtide.compiled.proof import measure_ms, why_not_equal
@@ -25,67 +26,6 @@ _LEANER = 0.6  # of the peak in backward, where nothing fits
 _CORRECTIONS, _NEAR = 4, 0.02  # of the limit
 _IN_PLACE_OF_REFUSED = (1.0, 0.97, 0.94, 0.9, 0.85)  # of the limit
 _ABOVE_REFUSED = (1.05, 1.15, 1.3)  # of the least peak
-
-
-@dataclass(frozen=True)
-class PlannedVariant:
-    """A variant that the plan uses.
-
-    Attributes:
-        layers: How many layers run it.
-        stored_bytes: A layer holds so much from forward to backward, by its code.
-        backward_bytes: Peak of a layer's backward beyond what lives when it begins, by its code.
-        step_ms: Forward and backward of one layer, measured.
-    """
-
-    name: str
-    layers: int
-    stored_bytes: int
-    backward_bytes: int
-    step_ms: float
-
-
-@dataclass(frozen=True)
-class CompiledPlan:
-    """What was decided for a compiled model, for one set of input shapes.
-
-    Attributes:
-        budget_bytes: Absolute peak asked for; None without a budget.
-        margin_bytes: Part of every peak: how far a layer's code and the allocator were apart.
-        resident_bytes: What lives through the whole step: parameters, gradients, buffers, batch, optimizer.
-        predicted_peak_bytes, plain_peak_bytes: Absolute; the latter with every layer compiled as PyTorch does.
-        predicted_overhead: Time of all layers beyond that of plain compiled ones, as a fraction of it.
-        layers: Name of the variant by layer.
-        variants: Those in use.
-        at_peak: What runs at the peak.
-        refused: Variants that were left out, with the reason.
-        planning_s: Seconds, compilation included.
-    """
-
-    budget_bytes: int | None
-    margin_bytes: int
-    resident_bytes: int
-    predicted_peak_bytes: int
-    plain_peak_bytes: int
-    predicted_overhead: float
-    layers: dict[str, str]
-    variants: tuple[PlannedVariant, ...]
-    at_peak: str
-    refused: tuple[str, ...]
-    planning_s: float
-
-    def __str__(self) -> str:
-        asked = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
-        lines = [
-            f"{asked}: predicted peak {format_bytes(self.predicted_peak_bytes)}, plain compiled "
-            f"{format_bytes(self.plain_peak_bytes)}, of which {format_bytes(self.resident_bytes)} live throughout",
-            f"layers take {100 * self.predicted_overhead:+.1f} % of time; peak in {self.at_peak}",
-        ]
-        lines += [
-            f"  {v.layers} layers {v.name}: {format_bytes(v.stored_bytes)} each until backward, {v.step_ms:.2f} ms"
-            for v in self.variants
-        ]
-        return "\n".join([*lines, *(f"  left out: {reason}" for reason in self.refused)])
 
 
 class StepPlanner:
@@ -400,18 +340,29 @@ class StepPlanner:
                 PlannedVariant(name, len(layers), memory.stored_bytes, memory.backward_peak_bytes, found.step_ms)
             )
         moment = peak_moment(self.moments, self._options(ready=True), choice.variants)
+        inside = decisions_of(self.shapes, choice.variants)
         return CompiledPlan(
+            method="compiled",
+            decisions=tuple(inside.decisions),
+            frames=tuple(inside.frames),
+            ops=tuple(inside.ops),
+            graph_fingerprint="",  # no traced step's
             budget_bytes=None if limit is None else limit + self.resident_bytes,
-            margin_bytes=self.margin_bytes,
-            resident_bytes=self.resident_bytes,
             predicted_peak_bytes=self.resident_bytes + choice.peak_bytes,
             plain_peak_bytes=plain_bytes,
-            predicted_overhead=choice.layers_ms / plain_ms - 1 if plain_ms else 0.0,
+            resident_bytes=self.resident_bytes,
+            predicted_step_ms=choice.layers_ms,
+            plain_step_ms=plain_ms,
+            bound_ms=None,
+            status="feasible",
+            solve_s=time.perf_counter() - start_s,
+            device=self._distinct[0].captured.device.type,
+            evidence=evidence_of(moment),
+            margin_bytes=self.margin_bytes,
             layers=dict(choice.variants),
             variants=tuple(used),
             at_peak="" if moment is None else f"{moment.kind} {moment.layer}".strip(),
             refused=tuple(dict.fromkeys(self.refused)),
-            planning_s=time.perf_counter() - start_s,
         )
 
 
