@@ -19,6 +19,7 @@ VERSION = 2
 SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD = "save", "recompute", "cpu_offload", "disk_offload"
 ACTIONS = (SAVE, RECOMPUTE, CPU_OFFLOAD, DISK_OFFLOAD)
 TIER_OF = {CPU_OFFLOAD: HOST, DISK_OFFLOAD: DISK}  # where an action moves a storage
+COMPILED = "compiled"  # the method of plans inside of compiled layers
 ALLOCATED, RESERVED = BUDGET_KINDS = "allocated", "reserved"  # what a budget is stated in
 
 

@@ -19,6 +19,7 @@ from lowtide.compiled.layer_calls import LEAST, PLAIN, LayerShape
 from lowtide.compiled.proof import measure_ms, why_not_equal
 from lowtide.compiled.saved_sets import SavedSet
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError
+from lowtide.plan import COMPILED
 from lowtide.units import format_bytes
 
 _ROUNDS = 2
@@ -342,7 +343,7 @@ class StepPlanner:
         moment = peak_moment(self.moments, self._options(ready=True), choice.variants)
         inside = decisions_of(self.shapes, choice.variants)
         return CompiledPlan(
-            method="compiled",
+            method=COMPILED,
             decisions=tuple(inside.decisions),
             frames=tuple(inside.frames),
             ops=tuple(inside.ops),

@@ -11,7 +11,7 @@ from torch import nn
 
 from lowtide.errors import PlanMismatchError
 from lowtide.options import Offload, names_checked, offload_policy
-from lowtide.plan import Plan
+from lowtide.plan import COMPILED, Plan
 from lowtide.recording import sharding as sharding_recording
 from lowtide.step import backward_entry, module_calls
 from lowtide.step.data_parallel import unwrapped
@@ -120,6 +120,10 @@ def check_plan_fits(model: nn.Module, plan: Plan) -> None:
     check_can_be_rehearsed(model)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}. Pass what lowtide.solve or Plan.load returns.")
+    if plan.method == COMPILED:
+        raise PlanMismatchError(
+            "the plan is one of lowtide.compile, for code that is compiled by it. Pass it to use() of the compiled model."
+        )
     have = {path for path, _ in model.named_modules()}
     missing = sorted({f.path for f in plan.frames} - have - {module_calls.NO_GRAD, sharding_recording.FRAME})
     if missing:
