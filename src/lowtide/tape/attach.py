@@ -122,7 +122,7 @@ def check_plan_fits(model: nn.Module, plan: Plan) -> None:
         raise TypeError(f"plan is a {type(plan).__name__}. Pass what lowtide.solve or Plan.load returns.")
     if plan.method == COMPILED:
         raise PlanMismatchError(
-            "the plan is one of lowtide.compile, for code that is compiled by it. Pass it to use() of the compiled model."
+            "the plan is one of lowtide.compile, for code that it has compiled. Pass it to use() of the compiled model."
         )
     have = {path for path, _ in model.named_modules()}
     missing = sorted({f.path for f in plan.frames} - have - {module_calls.NO_GRAD, sharding_recording.FRAME})
