@@ -1,13 +1,16 @@
 """Compiled layers that FSDP2 shards: plans inside them, no gather more, the bits of PyTorch's own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support import compiled_sharded
 from support.ranks import on_every_rank
-from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import lowtide
-from lowtide.compiled.captured_layer import _check_no_wrappers
+from lowtide.compiled.captured_layer import _check_sends_nothing
 
 
 @pytest.mark.slow
@@ -20,13 +23,9 @@ def test_layers_of_two_ranks_are_planned_inside_and_gather_no_more(order):
 
 
 def test_a_layer_that_sends_between_ranks_is_refused():
-    class Wrapper(torch.Tensor):
-        def __tensor_flatten__(self):
-            return [], None
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            raise NotImplementedError
-
-    wrapper = torch.Tensor._make_wrapper_subclass(Wrapper, (2,))
-    with pytest.raises(lowtide.UnsupportedModelError, match="takes Wrapper, as under tensor parallelism"):
-        _check_no_wrappers([nn.Parameter(torch.ones(2)), wrapper])
+    mesh = SimpleNamespace(ndim=1)
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size([2]), (1,), torch.float32))
+    part = DTensor(torch.ones(2), spec, requires_grad=False)
+    with pytest.raises(lowtide.UnsupportedModelError, match="takes DTensors, as under tensor parallelism"):
+        _check_sends_nothing([torch.ones(2), part])
+    _check_sends_nothing([torch.ones(2)])

@@ -26,7 +26,7 @@ from lowtide.compiled.whole_rerun import storing_inputs_only
 from lowtide.device.generators import state_bytes
 from lowtide.device.names import device_name, is_accelerator
 from lowtide.errors import UnsupportedModelError
-from lowtide.step.operators import is_wrapper_type
+from lowtide.step.subclasses import is_of_ranks
 
 Compiled = Callable[..., Sequence[Any]]
 
@@ -81,7 +81,7 @@ class CapturedLayer:
         context = TracingContext.try_get()
         assert context is not None, "Dynamo calls a backend while it traces"
         self._graph, self._context = graph, context
-        _check_no_wrappers(inputs)
+        _check_sends_nothing(inputs)
         self.device = device_of(inputs)
         self.ambient = Ambient.now(self.device.type)
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -344,12 +344,11 @@ def _kernels_compiled(wanted: bool) -> Iterator[None]:
         yield
 
 
-def _check_no_wrappers(inputs: Sequence[Any]) -> None:
-    kinds = {type(t) for t in inputs if isinstance(t, torch.Tensor)}
-    if wrappers := sorted(kind.__name__ for kind in kinds if is_wrapper_type(kind)):
+def _check_sends_nothing(inputs: Sequence[Any]) -> None:
+    if any(is_of_ranks(t) for t in inputs if isinstance(t, torch.Tensor)):
         raise UnsupportedModelError(
-            f"a compiled layer takes {', '.join(wrappers)}, as under tensor parallelism. Its code sends between ranks, "
-            "and each rank would choose for itself when to try a variant. Use lowtide.fit, which plans such layers."
+            "a compiled layer takes DTensors, as under tensor parallelism. Its code sends between ranks, and each rank "
+            "would choose for itself when to try a variant. Use lowtide.fit, which plans such layers."
         )
 
 

@@ -40,7 +40,12 @@ def wrapped_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of ``model`` that are DTensors: shards, or whole by turns."""
     if "torch.distributed.tensor" not in sys.modules:  # importing it takes longer than looking
         return []
-    return [p for p in model.parameters() if is_wrapper_type(type(p)) and type(p).__module__.startswith(_OF_RANKS)]
+    return [p for p in model.parameters() if is_of_ranks(p)]
+
+
+def is_of_ranks(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, of which each rank has a part."""
+    return is_wrapper_type(type(tensor)) and type(tensor).__module__.startswith(_OF_RANKS)
 
 
 def fake_mode_is_on() -> bool:
