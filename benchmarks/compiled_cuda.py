@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -79,19 +79,22 @@ class Case:
         if is_cuda_stand_in():
             _price_by_roofline()
 
-    def lines(self) -> list[dict]:
-        lines = [self._pytorchs(name, *way) for name, way in self._ways().items()]
-        peaks = {line["method"]: line["activation_bytes"] for line in lines}
-        lines += self._lowtides({f"lowtide, peak of {n}": peaks[n] for n in AT_PEAK_OF if n in peaks})
+    def lines(self) -> Iterator[dict]:
         facts = {
+            "benchmark": "compiled_cuda",
             "case": f"decoder, {self.layers} layers of {self.width}, 4 x {self.tokens} tokens", "dtype": self.dtype,
             "how": self.how, "stand_in": is_cuda_stand_in(),
         }  # fmt: skip
-        return [
-            {"benchmark": "compiled_cuda", **facts, **line, "fraction": line["activation_bytes"] / peaks[PLAIN]}
-            | provenance()
-            for line in lines
-        ]
+        peaks: dict[str, int] = {}
+        for line in self._found(peaks):
+            peaks[line["method"]] = line["activation_bytes"]
+            yield facts | line | {"fraction": line["activation_bytes"] / peaks[PLAIN]} | provenance()
+
+    def _found(self, peaks: dict[str, int]) -> Iterator[dict]:
+        """PyTorch's options, and lowtide at the ``peaks`` that they had."""
+        for name, way in self._ways().items():
+            yield self._pytorchs(name, *way)
+        yield from self._lowtides({f"lowtide, peak of {n}": peaks[n] for n in AT_PEAK_OF if n in peaks})
 
     def _ways(self) -> dict[str, tuple[Callable | None, float]]:
         """PyTorch's options: how each layer's call is wrapped, and the compiler's budget."""
@@ -120,7 +123,7 @@ class Case:
             self._step(run)
         return {"method": name, **self._counted(run)}
 
-    def _lowtides(self, budgets: dict[str, int]) -> list[dict]:
+    def _lowtides(self, budgets: dict[str, int]) -> Iterator[dict]:
         import torch
 
         import lowtide
@@ -129,22 +132,21 @@ class Case:
         model = self._model()
         compiled = lowtide.compile(model, budget=None, layers=["*"] if self.how == "whole" else None)
         self._step(compiled)
-        resident, lines = compiled.plan.resident_bytes, []
+        resident = compiled.plan.resident_bytes
         for name, activations in budgets.items():
             print(self.dtype, self.how, name, file=sys.stderr, flush=True)
             line = {"method": name, "budget_bytes": activations}
             try:
                 compiled.set_budget(activations + resident)
             except lowtide.BudgetInfeasibleError as error:
-                lines.append(line | {"status": "infeasible", "activation_bytes": error.least_bytes - resident})
+                yield line | {"status": "infeasible", "activation_bytes": error.least_bytes - resident}
                 continue
             plan = compiled.plan
             line |= {
                 "predicted_activation_bytes": plan.predicted_peak_bytes - resident,
                 "variants": {v.name: v.layers for v in plan.variants},
             }
-            lines.append(line | self._counted(compiled))
-        return lines
+            yield line | self._counted(compiled)
 
     def _model(self):
         import torch
