@@ -46,7 +46,7 @@ def test_every_budget_holds_and_gradients_are_those_of_plain_compiled_layers():
 
 @pytest.mark.slow
 def test_dropout_inside_is_drawn_again_from_its_seed_and_keeps_its_mask():
-    compiled = check_budgets([None, "50%", "30%"], dropout=0.3)
+    compiled = check_budgets([None, "50%", "35%"], dropout=0.3)
 
     (shape,) = {id(s): s for planner in compiled._planners.values() for s in planner.shapes.values()}.values()
     least = shape.variants["least"]
