@@ -66,7 +66,8 @@ def compiled_cuda_table(lines: list[dict]) -> str:
 def _cuda_cells(line: dict) -> list[str]:
     launches = f"{line['launches']:,}" if "launches" in line else ""
     if line["status"] == "infeasible":
-        return [f"infeasible, least {line['activation_bytes'] / MIB:.1f} MiB", "", "", "", "", ""]
+        more = line["activation_bytes"] - line["budget_bytes"]
+        return [f"infeasible, least {line['activation_bytes'] / MIB:.1f} MiB: {more:,} B more", "", "", "", "", ""]
     cells = [f"{line['activation_bytes'] / MIB:.1f} MiB", f"{line['fraction']:.3f}"]
     if "predicted_activation_bytes" not in line:
         return [*cells, "", "", launches, ""]

@@ -409,10 +409,10 @@ def test_a_step_that_takes_more_than_its_budget_is_told_and_planned_again_with_t
     compiled.set_budget("80%")
     plan = compiled.plan
     (shapes,) = compiled._plans
-    over = CountedStep(shapes, plan, plan.budget_bytes + 512)
+    over = CountedStep(shapes, plan, plan.budget_bytes + 4096)
     found = iter([over])
     monkeypatch.setattr(compiled._peaks, "take", lambda: next(found, None))
-    with pytest.warns(UserWarning, match="512 B more than its budget, by the allocator's count"):
+    with pytest.warns(UserWarning, match="4.00 KiB more than its budget, by the allocator's count"):
         step_of(compiled, model)
 
     again = compiled.plan

@@ -39,7 +39,7 @@ def test_predicted_peaks_are_counted_and_bits_equal(tmp_path, dtype, how):
     for line in lines:
         assert line["counted_bytes"] == pytest.approx(line["predicted_bytes"], rel=1e-3), line
         assert line["equal"], line
-    assert lines[1]["counted_bytes"] <= 0.6 * lines[1]["plain_bytes"] < lines[0]["counted_bytes"]
+    assert lines[1]["counted_bytes"] <= 0.6 * lines[1]["plain_bytes"] < lines[0]["counted_bytes"], lines
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from lowtide.training.existing_checkpointing import ExistingCheckpointing
 from lowtide.units import format_bytes, parse_budget
 
 _MOST_CORRECTIONS = 3
+_EXACT = 1e-3  # of what a step takes: so far apart may prediction and count be
 _RECOMPILE_LIMIT = 256  # of Dynamo, for one code object: layers of all kinds and shapes share one
 
 
@@ -213,10 +214,11 @@ class CompiledModel(nn.Module):
         if step is None or step.plan.budget_bytes is None or self._plans.get(step.shapes) is not step.plan:
             return
         over = step.peak_bytes - step.plan.budget_bytes
-        if over <= 0 or self._num_corrections >= _MOST_CORRECTIONS:
+        more = step.peak_bytes - step.plan.predicted_peak_bytes
+        exact = more <= _EXACT * (step.plan.predicted_peak_bytes - step.plan.resident_bytes)
+        if over <= 0 or exact or self._num_corrections >= _MOST_CORRECTIONS:
             return
         self._num_corrections += 1
-        more = step.peak_bytes - step.plan.predicted_peak_bytes
         self._tell(
             f"a step took {format_bytes(more)} more than its plan predicts and {format_bytes(over)} more than its "
             "budget, by the allocator's count; it is planned again with that margin. Segments that do not grow take "
