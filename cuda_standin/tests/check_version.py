@@ -134,6 +134,9 @@ def operators():
             same(call(*(t.cuda() for t in given)), call(*given), **FLOAT32)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
+    largest = {getattr(torch, n): 2**w - 1 for n, w in (("uint8", 8), ("uint64", 64)) if hasattr(torch, n)}
+    for dtype, number in (largest | {torch.int64: -(2**63)}).items():
+        assert torch.tensor([number], dtype=dtype).cuda().item() == number, f"item() of {dtype}"
 
 
 class Block(torch.nn.Module):

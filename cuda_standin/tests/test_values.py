@@ -192,6 +192,11 @@ print((q * 0).sum().item())
     assert lines[1].startswith("cuda_standin: no values for aten::_flash_attention_forward: ")
 
 
+@pytest.mark.parametrize("number", [2**63 + 5, 7])
+def test_an_unsigned_item_is_whole(number):
+    assert torch.tensor([number], dtype=torch.uint64).cuda().item() == number
+
+
 def test_batch_norm_in_evaluation_has_values():
     norm, x = torch.nn.BatchNorm1d(4), torch.randn(8, 4)
     norm(x)

@@ -299,21 +299,25 @@ struct Original {
   ~Original() { standin_not_own_work_end(before); }
 };
 
-// `.item()`: the original alone, which waits.
-class OnlyWatched : public c10::OperatorKernel {
- public:
-  OnlyWatched(std::string name, Kernel original) : name_(std::move(name)), original_(std::move(original)) {}
-  void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    OwnWork own;
-    Waits waits{name_.c_str()};
-    Original original;
-    original_.callBoxed(op, keys, stack);
-  }
-
- private:
-  std::string name_;
-  Kernel original_;
+// `.item()`: the original alone, which waits. Up to PyTorch 2.6 a stack holds no number from 2^63 on.
+struct Item {
+  OperatorHandle op;
+  Kernel original;
 };
+Item* item = nullptr;
+at::Scalar item_of(const Tensor& self) {
+  OwnWork own;
+  Waits waits{ITEM.c_str()};
+  Original original;
+  c10::DispatchKeySet keys(c10::DispatchKey::CUDA);
+#ifdef STANDIN_OLD_DISPATCH
+  return item->original.call<at::Scalar, const Tensor&>(item->op, keys, self);
+#else
+  Stack stack{self};
+  item->original.callBoxed(item->op, keys, &stack);
+  return stack[0].toScalar();
+#endif
+}
 
 // Attention as the script calls it: the kernels below it have values.
 class OnlyRecorded : public c10::OperatorKernel {
@@ -518,7 +522,6 @@ size_t bytes_from(const char* name) {
 }
 torch::CppFunction instead(const std::string& name, Rule rule, Kernel original) {
   auto boxed = [](auto kernel) { return torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)); };
-  if (name == ITEM) return boxed(std::make_unique<OnlyWatched>(name, std::move(original)));
   if (ORIGINAL_ONLY.count(name)) return boxed(std::make_unique<OnlyRecorded>(std::move(original)));
   return boxed(std::make_unique<WithValues>(name, rule, std::move(original)));
 }
@@ -549,6 +552,10 @@ struct Install {
       bool view = false;
       for (const auto& r : op->schema().returns()) view |= r.alias_info() && !r.alias_info()->isWrite();
       if (view) continue;
+      if (full == ITEM) {
+        item = new Item{*op, kernel_of(*op, c10::DispatchKey::CUDA)};
+        continue;
+      }
       Rule rule = rule_for(full, op->hasKernelForDispatchKey(c10::DispatchKey::CPU));
       all.emplace_back(full, rule, kernel_of(*op, c10::DispatchKey::CUDA));
     }
@@ -559,6 +566,7 @@ struct Install {
     c10::WarningUtils::WarningHandlerGuard guard(&quiet);
     for (auto& [full, rule, original] : all)
       library->impl(full.c_str(), instead(full, rule, std::move(original)));
+    library->impl("_local_scalar_dense", item_of);
     library->impl("cudnn_convolution", cudnn_convolution);
     if (limits.host && limits.bytes != SIZE_MAX) leave_large_host_tensors();
   }
