@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from support import not_on_the_accelerator as lists
 
 _CONFTEST = """
 import contextlib
@@ -29,6 +31,15 @@ def test_elsewhere(): pass
 @pytest.mark.host_only("it is the host's")
 def test_left_out(): pass
 """
+
+
+def test_each_test_that_is_named_exists():
+    """A list that names the folder of before a move does nothing, and says nothing."""
+    tests = Path(__file__).parent
+    for start in (*lists.MODEL_ALONE, *lists.LEFT_OUT, *lists.LEFT_OUT_OF_CUDA):
+        file, _, name = start.partition("::")
+        assert (tests / file).exists(), start
+        assert not name or name.partition("[")[0] in (tests / file).read_text(), start
 
 
 @pytest.mark.slow

@@ -27,7 +27,9 @@ MODEL_ALONE = (
     "api/test_budgets.py",
     "api/test_fit_peak.py",
     "distributed/test_sharded_online.py::test_a_step_that_leaves_its_plan",
-    "runtime/",
+    "planning/",
+    "shapes/",
+    "training/",
     "test_demo.py",
 )
 
@@ -35,7 +37,6 @@ LEFT_OUT = {
     "accelerator/": "the accelerator's own tests name their device",
     "api/test_arguments.py::test_a_wrapped_optimizer_counts": _BLOCKS,
     "api/test_arguments.py::test_an_argument_is_refused_before_anything_runs[{'budget': '1GiB', 'budget_kind'": "an accelerator has reserved memory",  # noqa: E501
-    "api/test_arguments.py::test_the_old_arguments_of_tiers": _DISK,
     "api/test_bad_input.py::test_a_budget_below_everything": _BLOCKS,
     "api/test_bad_input.py::test_a_plan_that_moves_to_a_tier": _DISK,
     "api/test_budgets.py::test_the_optimizers_state_counts": _BLOCKS,

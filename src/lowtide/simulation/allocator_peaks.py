@@ -71,7 +71,7 @@ def allocator_peaks(
     grows = expandable_segments_here() if expandable_segments is None else expandable_segments
     if grows is None or graph.device in OTHER_ALLOCATORS:
         return None
-    changes = block_log(graph, actions, replays, moves)
+    changes = block_log(graph, actions, replays, moves, frees_gradients=False)
     found = _steps_until_settled(graph, changes, [], grows)
     temporaries = list(_like_gradients(graph, graph.optimizer_step_bytes))
     if temporaries:
@@ -83,15 +83,18 @@ def allocator_peaks(
 def _steps_until_settled(
     graph: StepGraph, changes: tuple[Change, ...], temporaries: list[int], grows: bool
 ) -> AllocatorPeaks:
-    """Of steps with these ``changes``, after each of which the optimizer takes ``temporaries``."""
+    """Of steps with these ``changes``: each leaves its gradients, the optimizer takes ``temporaries``, and they go."""
     allocator = CachingAllocator(expandable_segments=grows)
     for size in resident_blocks(graph):
         allocator.allocate(size)
     resident = most = allocator.allocated_bytes
     for _ in range(MOST_STEPS):
         before = allocator.reserved_bytes
-        most = max(most, _played(allocator, changes)[1])
+        gradients, high = _played(allocator, changes)
+        most = max(most, high)
         _used_for_a_moment(allocator, temporaries)
+        for block in gradients:
+            allocator.free(block)
         if allocator.reserved_bytes == before:
             break
     return AllocatorPeaks(graph.start_bytes + most - resident, allocator.reserved_bytes)
