@@ -40,6 +40,7 @@ RESULTS = Path(__file__).parent / "results" / "reserved_cuda.json"
 DEVICE = "h100"
 VARIANTS = ("float32", "bfloat16 autocast", "bfloat16")
 BUDGET = "60%"
+OPS_TO_SOLVE = 10_000  # of a step with more, a scan written as a loop, the plan is that of every layer
 ROUTED = ("mixtral", "qwen2_moe", "deepseek_v3")  # values choose the experts
 WITHOUT_VALUES = {"STANDIN_SKIP_BYTES": str(1 << 16), "LOWTIDE_WITHOUT_VALUES": "1"}
 SEGMENTS = {"fixed": False, "expandable": True}
@@ -94,8 +95,12 @@ def compare(kind: str, variant: str, rows: int) -> list[dict]:
     optimizer = torch.optim.AdamW(model.parameters())
     graph = lowtide.trace(model, batch, step=loss, device=DEVICE, optimizer=optimizer)
     plans: dict[str, lowtide.Plan | None] = {"none": None}
-    with contextlib.suppress(lowtide.BudgetInfeasibleError):
-        plans[BUDGET] = lowtide.solve(graph, lowtide.estimate(graph, device=DEVICE), budget=BUDGET, time_limit_s=10)
+    costs = lowtide.estimate(graph, device=DEVICE)
+    if len(graph.ops) > OPS_TO_SOLVE:
+        plans["every layer"] = lowtide.solve(graph, costs, method="full")
+    else:
+        with contextlib.suppress(lowtide.BudgetInfeasibleError):
+            plans[BUDGET] = lowtide.solve(graph, costs, budget=BUDGET, time_limit_s=10)
     del model, batch, loss, optimizer
     lines = []
     for (name, plan), (segments, expandable) in itertools.product(plans.items(), SEGMENTS.items()):

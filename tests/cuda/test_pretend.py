@@ -186,6 +186,86 @@ def test_gathered_weights_of_the_older_sharding_are_not_taken_for_the_activation
     assert report.by_kind["activations"] >= SAVED - 2**20
 
 
+REPLICAS = {
+    "newer sharding": "for layer in [*net, net]: fully_shard(layer, mesh=mesh)",
+    "older sharding": """
+net = FullyShardedDataParallel(
+    net, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}), device_mesh=mesh,
+    sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+)
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", REPLICAS)
+def test_replicas_of_shards_hold_the_share_of_their_own_group(sharding, tmp_path, quiet):
+    source = """
+    import os
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("replicas", "shards"))
+    net = model().cuda()
+    """
+    training = """
+    opt = torch.optim.AdamW(net.parameters())
+    for step in range(9):
+        net(torch.randn(ROWS, WIDTH, device="cuda")).square().mean().backward()
+        opt.step(); opt.zero_grad()
+    """
+    path = script(tmp_path, MODEL + textwrap.dedent(source) + REPLICAS[sharding] + textwrap.dedent(training))
+    command = ["torchrun", "--nproc-per-node", "8", path]
+
+    report = lowtide.pretend(command, "h100", ranks=32, time=False, output=quiet)
+
+    assert report.fits and report.ranks == 32
+    assert report.by_kind["optimizer"] == pytest.approx(2 * WEIGHTS / 4, rel=0.1)
+    assert report.by_kind["activations"] >= SAVED - 2**20
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_sequence_hold_their_part_of_it(tmp_path, quiet):
+    source = """
+    import os
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("context",))
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(1024, 3 * 1024)
+        def forward(self, x):
+            q, k, v = (t.unflatten(2, (8, 128)).transpose(1, 2) for t in self.inner(x).chunk(3, 2))
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return y.transpose(1, 2).flatten(2)
+    net = torch.nn.Sequential(*(Attention() for _ in range(4))).cuda().bfloat16()
+    opt = torch.optim.AdamW(net.parameters())
+    for step in range(9):
+        x = torch.randn(1, 65536, 1024, device="cuda", dtype=torch.bfloat16)
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+            net(x).square().mean().backward()
+        opt.step(); opt.zero_grad()
+    """
+    path = script(tmp_path, source)
+    peaks = {}
+    for ranks in (4, 8):
+        report = lowtide.pretend(["torchrun", "--nproc-per-node", str(ranks), path], "h100", time=False, output=quiet)
+        assert report.fits and report.ranks == ranks
+        peaks[ranks] = report.by_kind["activations"]
+
+    saved = 4 * 4 * 65536 * 1024 * 2  # of each layer: q, k, v and what attention makes
+    assert peaks[4] >= saved / 4
+    assert peaks[8] == pytest.approx(peaks[4] / 2, rel=0.1)
+
+
 def test_stages_of_a_pipeline_run_one_after_another_and_the_largest_is_named(tmp_path, quiet):
     source = """
     import torch.distributed as dist

@@ -52,7 +52,7 @@ class Mixed(nn.Module):
 def losses_and_weights(model, fit=None, steps=6):
     """Of an ordinary loop; and each step's peak beyond what was there."""
     optimizer, losses, peaks = torch.optim.SGD(model.parameters(), lr=0.1), [], []
-    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(256, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
 
     def step():
         loss = model(x.detach())
@@ -99,7 +99,7 @@ def test_real_steps_with_scripted_parts_are_planned_and_keep_their_bits(optimize
 def test_a_batch_is_rehearsed_with_scripted_parts(optimized):
     expected, _ = losses_and_weights(Mixed(scripted=True), steps=3)
     model = Mixed(scripted=True)
-    batch = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+    batch = torch.randn(256, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     with lowtide.fit(model, batch, budget="60%") as fit:
         fitted, _ = losses_and_weights(model, steps=3)
         assert fit.status().planned_steps == 3 and fit.plan.counts["recompute"] > 0

@@ -105,7 +105,7 @@ def test_each_rule_is_needed_for_the_peak(owner, name, broken, monkeypatch):
 def test_replays_are_counted_over_all_backward_passes(monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.SiLU(), nn.LayerNorm(64))))
-    batch = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(1))
+    batch = torch.randn(ROWS, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     replayed = []
     replay_of = Recipe.replay
     monkeypatch.setattr(Recipe, "replay", lambda self, **how: (replayed.append(self.op), replay_of(self, **how))[1])

@@ -20,7 +20,7 @@ def recorded(count: int = 3):
     optimizer = torch.optim.SGD(last, lr=1e-2)
     with lowtide.fit(model, budget="1GiB") as fit:
         for i in range(count):
-            x = torch.randn(64, 32, generator=torch.Generator().manual_seed(i))
+            x = torch.randn(64, 32, generator=torch.Generator(torch.get_default_device()).manual_seed(i))
             loss = model(x).square().mean()
             loss.backward(inputs=last)
             optimizer.step()

@@ -31,7 +31,7 @@ def trained(budget: str | None) -> tuple[list[torch.Tensor], lowtide.Fit | None]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fit = None if budget is None else lowtide.fit(model, budget=budget)
     for i in range(4):
-        x = torch.randn(512, 32, generator=torch.Generator().manual_seed(i))
+        x = torch.randn(512, 32, generator=torch.Generator(torch.get_default_device()).manual_seed(i))
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

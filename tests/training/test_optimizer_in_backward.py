@@ -50,7 +50,7 @@ def train(
     """Losses, and the peak of each step beside what is resident."""
     losses, peaks = [], []
     for i in range(steps):
-        batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i))
+        batch = torch.randn(ROWS, WIDTH, generator=torch.Generator(torch.get_default_device()).manual_seed(i))
 
         def step(batch: torch.Tensor = batch) -> None:
             loss = model(batch).square().mean()

@@ -13,7 +13,7 @@ from lowtide.measurement.allocator import peak_bytes
 from lowtide.recording.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-X = torch.randn(1, 8, 16, 16, 16, generator=torch.Generator().manual_seed(0))
+X = torch.randn(1, 8, 16, 16, 16, generator=torch.Generator(torch.get_default_device()).manual_seed(0))
 
 
 def convolutions() -> nn.Module:

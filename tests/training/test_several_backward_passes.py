@@ -83,7 +83,7 @@ STEPS = [two_losses, three_losses, parts_first, penalty, hessian_vector_product]
 def recorded(step):
     """The graph of a real step, and what its ops took."""
     torch.manual_seed(0)
-    model, x = Net(), torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    model, x = Net(), torch.randn(ROWS, WIDTH, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     with lowtide.fit(model, budget="1GiB") as fit:
         step(model, x)
         model.zero_grad()
@@ -95,7 +95,7 @@ def recorded(step):
 def trained(step, replays_of_each: int):
     """A step under a plan that makes each layer again so often: its peak, the predicted one, replays, equal bits."""
     torch.manual_seed(0)
-    model, x = Net(), torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    model, x = Net(), torch.randn(ROWS, WIDTH, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     step(model, x)
     plain = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()

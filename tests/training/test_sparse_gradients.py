@@ -28,7 +28,10 @@ def trained(budget: int | None) -> tuple[list[torch.Tensor], list[int], lowtide.
     model = Words()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fit = None if budget is None else lowtide.fit(model, budget=budget)
-    batches = [torch.randint(1000, (ROWS, 4), generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    batches = [
+        torch.randint(1000, (ROWS, 4), generator=torch.Generator(torch.get_default_device()).manual_seed(i))
+        for i in range(5)
+    ]
     peaks = []
     for batch in batches:
         peaks.append(peak_bytes(lambda batch=batch: model(batch).square().mean().backward()))

@@ -20,7 +20,7 @@ def steps(model: nn.Module, fit: lowtide.Fit | None, count: int = 4) -> list[int
     """Peaks beside what is resident without the batch."""
     found = []
     for i in range(count):
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i))
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator(torch.get_default_device()).manual_seed(i))
         y = x.roll(1, 1)
         model.zero_grad()
         found.append(x.nbytes + y.nbytes + peak_bytes(lambda x=x, y=y: F.mse_loss(model(x), y).backward()))

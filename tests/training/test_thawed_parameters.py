@@ -17,7 +17,7 @@ def train(model: nn.Module, fit: lowtide.Fit | None, count: int = 6) -> tuple[li
     losses, peaks = [], []
     for i in range(count):
         model[0].requires_grad_(i >= THAWED_AT)
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i))
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator(torch.get_default_device()).manual_seed(i))
 
         def step(x: torch.Tensor = x) -> None:
             loss = model(x).square().mean()
