@@ -114,8 +114,8 @@ def ran(run: Run, version: str, sources: Path) -> dict[str, Any]:
         "run": run.name, "torch": version, "verdict": report.verdict, "gpu": report.device,
         "allocated_bytes": report.peak_allocated_bytes, "reserved_bytes": report.peak_reserved_bytes, "said": said,
         "out_of_memory": None if found is None else {
-            "step": found.step, "line": _short(found.line, checkout),
-            "script_line": _short(found.line, checkout),
+            "step": found.step, "line": _short(found.line, checkout, *folders),
+            "script_line": _short(found.line, checkout, *folders),
             "asked_bytes": found.asked_bytes, "allocated_bytes": found.allocated_bytes,
             "reserved_bytes": found.reserved_bytes, "message": found.message},
         "error": error, "seconds": round(report.seconds), "commit": commit(),
@@ -123,8 +123,10 @@ def ran(run: Run, version: str, sources: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _short(line: str, checkout: Path) -> str:
-    return line.removeprefix(f"{checkout.resolve()}/").removeprefix(f"{checkout}/").removeprefix(f"{HERE}/")
+def _short(line: str, *folders: Path) -> str:
+    for folder in (*folders, HERE):
+        line = line.removeprefix(f"{folder.resolve()}/").removeprefix(f"{folder}/")
+    return line
 
 
 def _checkout(sources: Path, wanted: str) -> Path:

@@ -214,6 +214,30 @@ def _litgpt_out_of_memory() -> Iterator[OutOfMemoryReport]:
             None,
             None,
         )
+    for issue, gpu, at, asked_mib, allocated, unused_mib, free_mib in (
+        (263, "a10", "f0916607", 316, 21.23, 57.37, 144.12),
+        (240, "l4", "0a7018db", 80, 21.62, 58.35, 70.88),
+    ):
+        reserved = allocated + unused_mib / 1024
+        yield OutOfMemoryReport(
+            f"https://github.com/Lightning-AI/litgpt/issues/{issue}",
+            f"LitGPT, adapter_v2 on Falcon 7B, {gpu.upper()} 24 GB",
+            Run(
+                f"litgpt {issue}",
+                ("python", "{RECIPES}/litgpt_script.py", "{CHECKOUT}", "adapter_v2.py", "falcon-7b", "bf16-mixed",
+                 "none", "4", "1000"),
+                "2.1.2",
+                gpu,
+                f"Lightning-AI/litgpt@{at}",
+                "litgpt 2023-10",
+                memory=_left(reserved, free_mib / 1024),
+                today=False,
+            ),
+            asked_mib / 1024,
+            allocated,
+            reserved,
+            guessed="" if issue == 263 else "precision: the script's own, bf16-mixed",
+        )  # fmt: skip
 
 
 _RASBT = "https://github.com/rasbt/pytorch-memory-optim/blob/main/logs.md"
@@ -520,7 +544,7 @@ def _nanogpt() -> Iterator[OutOfMemoryReport]:
     )
     run = Run(
         "lit-llama train.py",
-        ("python", "{RECIPES}/litllama_script.py", "{CHECKOUT}"),
+        ("python", "{RECIPES}/litllama_script.py", "{CHECKOUT}", "train.py"),
         "2.0.1",
         "rtx3090",
         "Lightning-AI/lit-llama@f135ed8",
@@ -536,6 +560,25 @@ def _nanogpt() -> Iterator[OutOfMemoryReport]:
         172 / 1024,
         22.87,
         22.89,
+    )
+    run = Run(
+        "lit-llama adapter",
+        ("python", "{RECIPES}/litllama_script.py", "{CHECKOUT}", "finetune/adapter.py", "166"),
+        "2.0.1",
+        "rtx3090",
+        "Lightning-AI/lit-llama@9969571",
+        "lit-llama",
+        memory=_left(13.13, 7.31 / 1024),
+        today=False,
+    )
+    yield OutOfMemoryReport(
+        "https://github.com/Lightning-AI/lit-llama/issues/402",
+        "lit-llama, adapter on 7B, 24 GB of which others held ten",
+        run,
+        12 / 1024,
+        13.07,
+        13.13,
+        guessed="tokens: its four samples have 166 tokens, as many as make it ask for 12 MiB",
     )
 
 
