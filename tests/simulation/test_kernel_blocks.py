@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 from support.case_graphs import load_case
 
+from lowtide.graph.gradients import with_gradients_made
 from lowtide.graph.products import is_product
+from lowtide.graph.step_graph import NEW_GRADIENT
 from lowtide.plan import Moves
 from lowtide.simulation.allocator_peaks import allocator_peaks, training_peaks
 from lowtide.simulation.block_log import block_log
@@ -83,3 +85,14 @@ def test_temporaries_of_the_optimizer_are_reserved_and_no_part_of_what_is_counte
     assert with_step.reserved_bytes > without.reserved_bytes
     trained = training_peaks(graph, {}, {}, Moves(), expandable_segments=False)
     assert trained.counted_bytes >= 200 * MIB
+
+
+def test_gradients_are_there_while_the_optimizer_takes_its_temporaries():
+    graph, _ = load_case("decoder8_512")
+    temporaries_bytes = 2000 * MIB  # more than all that backward frees
+    graph = with_gradients_made(replace(graph, device="standin", optimizer_step_bytes=temporaries_bytes))
+    gradients = sum(s.bytes for s in graph.storages if s.kind == NEW_GRADIENT)
+
+    peaks = allocator_peaks(graph, {}, {}, Moves(), expandable_segments=False)
+
+    assert peaks.reserved_bytes >= graph.start_bytes + gradients + temporaries_bytes
