@@ -136,10 +136,15 @@ LEFT_OUT = {
     "recording/test_compiled_regions.py::test_a_compiled_part_runs_compiled": _NO_COMPILER,
     "recording/test_compiled_regions.py::test_code_that_compiles_anew": _NO_COMPILER,
     "recording/test_compiled_regions.py::test_compiled_layers_run_again": _NO_COMPILER,
+    "tracing/test_optimizer_state.py::test_a_plan_is_corrected": _BLOCKS,
+    "tracing/test_optimizer_state.py::test_a_rehearsal_calls": _BLOCKS,
+    "tracing/test_optimizer_state.py::test_parameters_that_thaw": _BLOCKS,
+    "tracing/test_optimizer_state.py::test_state_is_foreseen": _CPUS,
+    "tracing/test_optimizer_state.py::test_the_history": _BLOCKS,
     "tracing/test_tracer.py::test_an_optimizers_state_is_counted": _CPU_OP,
     "tracing/test_tracer.py::test_every_graph_reads_back_equal_from_json[lstm]": _FUSED,
     "tracing/test_tracer.py::test_the_graph_says_what_ran": _CPU_OP,
-    "tracing/test_tracer.py::test_the_simulated_plain_peak_is_the_allocators[lstm]": _FUSED,
+    "tracing/test_tracer.py::test_the_simulated_plain_peak_is_the_allocators[lstm": _FUSED,
     "tracing/test_tracer.py::test_without_workspace": _CPU_OP,
 }
 

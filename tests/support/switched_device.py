@@ -9,7 +9,7 @@ that it splits every block.
 
 import importlib
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from lowtide.tracing import tracer
 from lowtide.training import budget, step_memory
 
 _STARTED_WORK = "started work on the accelerator"
+_COUNTS_NOTHING = SimpleNamespace(count=lambda device: None, why_missing=lambda: "", is_there=lambda: False)
 
 
 _MODULES = {"standin": "accelerator.device", "cuda": "support.cuda_device"}
@@ -77,6 +78,7 @@ class Switched:
                 patch.setattr(module, "device_bytes", lambda device: None)
             if alone:
                 patch.setattr(step_memory, "is_accelerator", lambda device: False)
+                patch.setattr(step_memory, "allocation_counter", _COUNTS_NOTHING)
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
