@@ -169,7 +169,8 @@ class Run:
             buckets = sum(p.nbytes for p in model.parameters() if p.grad is None)
         states = [optimizer.state for optimizer in self.training.optimizers]
         storages = {s._cdata: s for t in tensors_in([list(state.values()) for state in states]) if (s := storage_of(t))}
-        return buckets + resident_bytes(model, self.training.batch) + sum(map(allocated_bytes, storages.values()))
+        batch = [*self.training.batch, *(x.grad for x in self.training.batch if x.is_leaf and x.grad is not None)]
+        return buckets + resident_bytes(model, batch) + sum(map(allocated_bytes, storages.values()))
 
     @property
     def _planned_steps(self) -> int:

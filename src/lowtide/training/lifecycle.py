@@ -42,9 +42,11 @@ from lowtide.training.running_step import Phase, RunningStep
 from lowtide.training.shared_tiers import SharedTiers
 from lowtide.training.status import Counters
 from lowtide.training.step_memory import StepMemory
+from lowtide.training.targets import likely_target_bytes
 from lowtide.training.watched_step import WatchedStep
 from lowtide.units import format_bytes
 
+_MOST_RESERVED = 0.1  # for targets, of what the first step may make
 _MOST_AWAITED = 16  # calls of a step whose backward may come apart: for so many backward passes nothing is told
 _STEPS_INSIDE = (
     "another fitted model's steps begin between this one's forward and backward: what that model holds meanwhile is in "
@@ -232,6 +234,10 @@ class Lifecycle:
         watch = kind(model, budget_bytes, self._expected, self._known_calls)
         self.step.watch = watch
         watch.begin_step(unseen_bytes)
+        if self._expected.inputs_bytes is None and not (unseen_bytes or is_accelerator(self._budget.device)):
+            # There may be no more than the stack shows, and they are mostly as large as the batch.
+            likely = max(self._budget.batch_bytes, likely_target_bytes(model, batch, self._budget.device))
+            watch.reserve(int(min(likely, _MOST_RESERVED * budget_bytes)))
         self.step.seam = self.seams.open(watch)
 
     def put_in_place(self, planned: PlannedStep) -> None:

@@ -56,7 +56,6 @@ from lowtide.tracing.tracer import add_residents, finished_graph, resident_bytes
 from lowtide.training.watched_times import WatchedTimes
 
 _OWN_REFERENCES = 2  # to a storage that only the tape holds: its tensor, and the storage's Python object
-_MOST_RESERVED = 0.1  # of what the first step may make
 # The tape's own work for each op: forward, dropped besides, replayed (benchmarks/overhead.py).
 _WATCH_US, _RECORD_US, _REPLAY_US = 15.0, 15.0, 10.0
 
@@ -88,7 +87,6 @@ class WatchedStep(OnlineTape):
         self._num_looked_at = 0  # storages of the record: which of them are inputs is known
         self._inputs_bytes = 0  # of what was there before the step, and no call of the model was given
         self._expected_inputs_bytes = self._expected.inputs_bytes or 0  # counted as live from the start
-        self._reserved_bytes = 0  # of the budget, for targets that only the loss will show
         self._ran_again: Counter[int] = Counter()  # by signature: ops that checkpointing ran again in backward
         self._op_of: dict[int, int] = {}  # by the tape's number: the builder's
         self._python_holds: dict[int, tuple[StoredValue, int]] = {}  # saved, and not yet let go by Python
@@ -116,8 +114,6 @@ class WatchedStep(OnlineTape):
             self._resident = {part: before[part] for part in ("parameters", "batch")}
             self._had_gradients = {name for name, p in model.named_parameters() if gradient_of(p) is not None}
             self._other_bytes = before["other"]
-            if self._counts_inputs and self._expected.inputs_bytes is None:  # targets may be as large as the inputs
-                self._reserve(int(min(before["batch"], _MOST_RESERVED * self.releaser.budget_bytes)))
             self._batch = describe_batch(batch)
         self._builder.calls.append(module_calls.call_signature(model, args, kwargs))
 
@@ -147,8 +143,8 @@ class WatchedStep(OnlineTape):
 
     def _run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = NOTHING) -> Any:
         self._poll()
-        if self._reserved_bytes and graph_task() != -1:  # the loss is there
-            self._reserve(0)
+        if self._reserved_bytes and graph_task() != -1 and not torch.is_grad_enabled():  # the loss is there
+            self.reserve(0)
         builder = self._builder
         if not builder.recording or builder.ops_ignored:  # of compiled code in backward some operators show
             return super()._run_op(func, args, kwargs)
@@ -202,14 +198,9 @@ class WatchedStep(OnlineTape):
             if storage is None or recorded.op is not None or recorded.fixed or storage in self.live:
                 continue
             self._inputs_bytes += recorded.bytes
-            self._reserve(max(0, self._reserved_bytes - recorded.bytes))
+            self.reserve(max(0, self._reserved_bytes - recorded.bytes))
             if unexpected := max(0, min(recorded.bytes, self._inputs_bytes - self._expected_inputs_bytes)):
                 self.live.add(storage, unexpected)
-
-    def _reserve(self, size: int) -> None:
-        """Leave so many bytes of the budget alone, and no more."""
-        self.releaser.budget_bytes += self._reserved_bytes - size
-        self._reserved_bytes = size
 
     def _run_timed(self, func: Any, args: tuple, kwargs: dict) -> Any:
         result = self.times.run(func, args, kwargs)

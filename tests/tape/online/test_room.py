@@ -14,7 +14,7 @@ from lowtide.step.operators import storage_of
 from lowtide.tape.online import room
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.online_values import value_of_storage
-from lowtide.tape.online.replays import transient_bytes
+from lowtide.tape.online.replays import chain_of, run_chain, transient_bytes
 from lowtide.tape.online.room import ExpectedBytes
 from lowtide.training.watched_step import WatchedStep
 
@@ -44,6 +44,21 @@ def expected(func, *args, **kwargs):
 )
 def test_at_first_sight_an_op_is_expected_to_make_what_it_makes(func, args, kwargs):
     assert expected(func, *args, **kwargs) == func(*args, **kwargs).nbytes
+
+
+@pytest.mark.parametrize(
+    "func",
+    [
+        aten.mse_loss.default,
+        aten.smooth_l1_loss.default,
+        aten.huber_loss.default,
+        aten.binary_cross_entropy_with_logits.default,
+    ],
+    ids=str,
+)
+def test_at_first_sight_a_loss_is_expected_to_take_what_its_kernel_takes(func):
+    args = torch.rand(512, 64), torch.rand(512, 64)
+    assert peak_bytes(lambda: func(*args)) == pytest.approx(expected(func, *args), rel=0.001)
 
 
 def test_views_and_writes_in_place_make_nothing():
@@ -105,7 +120,7 @@ def steady_clock(monkeypatch):
 
 @pytest.mark.usefixtures("one_thread", "steady_clock")
 def test_workspaces_are_in_the_budget_of_the_first_step(monkeypatch):
-    monkeypatch.setattr(WatchedStep, "_reserve", lambda self, size: None)  # for targets: there are none
+    monkeypatch.setattr(OnlineTape, "reserve", lambda self, size: None)  # for targets: there are none
     found, allowed = peaks(128, 0.6)
     assert found <= 1.005 * allowed
     monkeypatch.setattr(room, "_first_share", lambda func, args: 0.0)
@@ -143,6 +158,28 @@ def test_room_for_making_a_value_again_has_what_its_kernel_was_measured_to_take(
         known.learn_workspace(known.key(aten.relu.default, (between,)), 3 * y.nbytes)
         assert transient_bytes([value], [value]) == 4 * value.bytes
         y.sum().backward()
+
+
+def test_making_values_again_takes_no_more_than_is_foreseen():
+    model, x = nn.Linear(64, 64), torch.randn(64, 64)
+    tape = OnlineTape(model, float("inf"))
+    with under(tape, model):
+        y = 2 * model(x)  # nobody keeps what this reads
+        kept = [y.relu()]
+        kept.append(torch.cat(kept * 4).sin())
+        values = [value_of_storage(storage_of(t), tape.run_state) for t in kept]
+        del y
+        loss = sum(t.square().sum() for t in kept)
+        chain = chain_of(values)
+        taken = peak_bytes(lambda: run_chain(chain, values, lambda value: None, _compared))
+        loss.backward()
+
+    assert [v for v in chain if v not in values]
+    assert taken == transient_bytes(chain, values)
+
+
+def _compared(_, made):
+    return [(value, tensor) for value, tensor in made if not value.is_present]
 
 
 @pytest.mark.usefixtures("one_thread")

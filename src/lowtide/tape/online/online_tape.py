@@ -129,6 +129,7 @@ class OnlineTape(HookedMode):
         self._number = 0
         self._bytes_before = 0  # allocated on the device before the step
         self._pauses = 0
+        self._reserved_bytes = 0  # of the budget, for targets that only the loss will show
         self._paths: list[str] = []  # of the open module calls
         self._positions = [0]  # of the last op in each of them, and in the step
         self._layers: list[int] = []  # of the open module calls: the number of the layer's call, 0 outside layers
@@ -170,6 +171,11 @@ class OnlineTape(HookedMode):
         self._sequence = self._num_backwards = 0
         self.stop_observing()
         self._forget_observer = observe(self, first=True)  # others end the step where a backward ends
+
+    def reserve(self, size: int) -> None:
+        """Leave so many bytes of the budget alone, and no more."""
+        self.releaser.budget_bytes += self._reserved_bytes - size
+        self._reserved_bytes = size
 
     @property
     def model(self) -> nn.Module | None:

@@ -12,6 +12,7 @@ from lowtide.errors import ReplayError
 from lowtide.step.execution_state import no_autocast
 from lowtide.tape.online.online_values import MARK, StoredValue
 
+_WORD = 8  # bytes, for each of which an accelerator says whether they are the same
 Made = list[tuple[StoredValue, Tensor]]
 
 
@@ -59,13 +60,14 @@ def room_bytes(value: StoredValue) -> int:
 
 
 def transient_bytes(chain: list[StoredValue], targets: Iterable[StoredValue]) -> int:
-    """Most bytes that live at once while ``chain`` runs and each target goes as soon as it is made."""
+    """Most bytes that live at once while ``chain`` runs and each target goes as soon as it is made and compared."""
     wanted = {id(v) for v in targets}
     left = _reader_counts(chain)
     live = peak = 0
     held: dict[int, int] = {}
     for value in chain:
-        peak = max(peak, live + room_bytes(value))
+        compared = value.bytes // _WORD if id(value) in wanted and value.run.stream is not None else 0
+        peak = max(peak, live + room_bytes(value) + compared)
         if id(value) not in wanted and left.get(id(value)):
             held[id(value)] = value.bytes
             live += value.bytes
@@ -112,9 +114,8 @@ def run_chain(
                 made = [(o, tensors[n]) for n, ref in recipe.outputs if (o := ref()) is not None]
                 del tensors
                 run_anyway.difference_update(id(other) for other, _ in made)  # one run gives all of an op's outputs
-                for other, tensor in take(value, made):
-                    if left.get(id(other)):
-                        transient[other] = tensor
+                # No name of the loop's may hold one of them: that would live until the next one is kept.
+                transient.update({other: tensor for other, tensor in take(value, made) if left.get(id(other))})
                 del made
             for read in value.inputs:
                 locked.popleft().locked -= 1

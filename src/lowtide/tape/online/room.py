@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from lowtide.device.block_size import in_blocks
 from lowtide.device.kept_workspaces import product_workspace_bytes
 from lowtide.device.names import is_accelerator
+from lowtide.hollow.kernels_here import unmeasured_workspace_bytes
 from lowtide.step.operators import OPERATORS, packet_name, tensors_in, tensors_of
 
 # Views of what they read: they make nothing.
@@ -30,6 +31,11 @@ _VIEWS = frozenset({
 # Kernels that take reordered copies of what they read and make, which no allocation of the tape's shows beforehand.
 _CONVOLUTIONS = frozenset({"aten.convolution", "aten.convolution_backward"})
 _ATTENTION = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu"})
+# A loss for each element before their mean; exponentials before their sum. Of kernels of the CPU.
+_FIRST_SHARES = {
+    "aten.mse_loss": 0.5, "aten.smooth_l1_loss": 0.5, "aten.huber_loss": 0.5,
+    "aten.binary_cross_entropy_with_logits": 1.0, "aten.logsumexp": 1.0,
+}  # fmt: skip
 _MOST_LEARNED = 64  # sequences of forward ops whose backwards are remembered
 _HALF = frozenset({torch.bfloat16, torch.float16})
 _PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
@@ -149,8 +155,11 @@ class ExpectedBytes:
 
     def _foreseen_workspace(self, key: Key, func: Any, args: tuple, made: int) -> int:
         """Of a kernel that was not measured on arguments of these shapes."""
-        if packet_name(func) in _PRODUCTS and (device := _accelerator_of(args)) is not None:
+        device = _accelerator_of(args)
+        if device is not None and packet_name(func) in _PRODUCTS:
             return product_workspace_bytes(device)  # whatever the shapes
+        if device is not None and (foreseen := unmeasured_workspace_bytes(func, args, device)):
+            return foreseen
         share = self._workspace_share.get(_without_shapes(key))
         share = _first_share(func, key) if share is None else share
         return int(share * (made + _read_bytes(key))) if share else 0
@@ -197,6 +206,8 @@ def _accelerator_of(args: tuple) -> torch.device | None:
 def _first_share(func: Any, key: Key) -> float:
     """Workspace of a kernel that has not been measured, as a share of what it reads and makes."""
     name, dtypes = packet_name(func), {dtype for _, dtype in key[2:] if dtype.is_floating_point}
+    if key[1] and name in _FIRST_SHARES:
+        return _FIRST_SHARES[name]
     if name in _CONVOLUTIONS or (name in _PRODUCTS and key[1] and dtypes & _HALF):
         return 1.0  # reordered copies
     return 0.5 if name in _ATTENTION or len(dtypes) > 1 else 0.0  # blocks of scores; a copy of another dtype
