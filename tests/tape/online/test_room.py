@@ -16,7 +16,6 @@ from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.online_values import value_of_storage
 from lowtide.tape.online.replays import chain_of, run_chain, transient_bytes
 from lowtide.tape.online.room import ExpectedBytes
-from lowtide.training.watched_step import WatchedStep
 
 aten = torch.ops.aten
 WIDE = torch.randn(50, 64)
