@@ -7,7 +7,9 @@ from torch import nn
 
 import lowtide
 from lowtide.device import allocation_counter
+from lowtide.device.memory import counted_peak
 from lowtide.device.timing import Spans
+from lowtide.hollow.kernels_here import unmeasured_workspace_bytes
 from lowtide.step.operators import fingerprint
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.training.step_memory import StepMemory
@@ -134,6 +136,19 @@ def test_a_fingerprint_takes_little_memory_and_shows_a_swap(cuda, size):
     assert fingerprint(tensor) == found
     tensor[0], tensor[-1] = tensor[-1].clone(), tensor[0].clone()
     assert size == 1 or fingerprint(tensor) != found
+
+
+@pytest.mark.parametrize("columns", [128, 1088])
+def test_a_workspace_is_foreseen_and_is_what_was_asked_for_whatever_block_it_got(cuda, columns):
+    """17 MiB for the parts of the sum are given 18, of which the last one is not split off."""
+    rows = torch.zeros(2048, columns, device=cuda)
+    torch.cuda.empty_cache()
+    with counted_peak(cuda) as counter:
+        total = torch.ops.aten.sum.dim_IntList(rows, [0], True)
+
+    assert counter.workspace == unmeasured_workspace_bytes(torch.ops.aten.sum.dim_IntList, (rows, [0], True), cuda)
+    assert (counter.peak - counter.left > counter.workspace) == (columns == 1088)
+    assert total.shape == (1, columns)
 
 
 @pytest.mark.parametrize("looks", [True, False])

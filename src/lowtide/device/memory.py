@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from lowtide.device.block_size import in_blocks
 from lowtide.device.host_memory import available_host_bytes
 from lowtide.device.names import index_of, is_accelerator
 
@@ -33,8 +34,11 @@ class PeakCounter:
     """Bytes above the start: ``peak`` during a measurement, ``left`` after it."""
 
     start = 0  # what was allocated, on an accelerator
+    asked_start: int | None = None  # what was asked for, where an allocator tells
+    asked_peak = 0  # above that
     peak = 0
     left = 0  # negative if more was freed than made
+    asked_workspace: int | None = None  # ``workspace`` of what was asked for
 
     def add(self, change_bytes: int) -> None:
         self.left += change_bytes
@@ -42,8 +46,14 @@ class PeakCounter:
 
     @property
     def workspace(self) -> int:
-        """The peak beyond what was left allocated."""
-        return max(0, self.peak - max(0, self.left))
+        """The peak beyond what was left allocated, without what an allocator does not split off a large block.
+
+        That depends on which blocks are free at the moment, and is not the kernel's.
+        """
+        counted = max(0, self.peak - max(0, self.left))
+        if self.asked_workspace is None or counted <= _SMALL_PIECE_BYTES:
+            return counted
+        return min(counted, self.asked_workspace)
 
 
 def allocated_bytes(device: str | torch.device) -> int | None:
@@ -109,7 +119,7 @@ def counted_peak(device: str | torch.device) -> Iterator[PeakCounter | None]:
         yield None
         return
     counter = PeakCounter()
-    counter.start = before
+    counter.start, counter.asked_start = before, _statistic(index, "requested_bytes.all.current")
     with _lock:
         _forget_peak(index)  # those around this one note it
         around = _counting.setdefault(index, [])
@@ -120,6 +130,10 @@ def counted_peak(device: str | torch.device) -> Iterator[PeakCounter | None]:
         with _lock:
             _note_peak(index)
             counter.left = torch.accelerator.memory_allocated(index) - before
+            if counter.asked_peak and counter.peak > _SMALL_PIECE_BYTES:
+                asked = (_statistic(index, "requested_bytes.all.current") or 0) - (counter.asked_start or 0)
+                workspace = max(0, counter.asked_peak - max(0, asked))
+                counter.asked_workspace = in_blocks(workspace, torch.device(device).type)
             around.remove(counter)
             if not around:
                 del _counting[index]
@@ -129,8 +143,11 @@ def _note_peak(index: int) -> None:
     """Before the statistic is forgotten: what it is for those who count. Called with the lock held."""
     if counters := _counting.get(index):
         peak = torch.accelerator.max_memory_allocated(index)
+        asked = _statistic(index, "requested_bytes.all.peak")  # None or 0: it does not tell
         for counter in counters:
             counter.peak = max(counter.peak, peak - counter.start)
+            if asked and counter.asked_start is not None:
+                counter.asked_peak = max(counter.asked_peak, asked - counter.asked_start)
 
 
 class PeakWindow:
