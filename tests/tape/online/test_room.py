@@ -86,6 +86,14 @@ def test_what_it_made_is_expected_of_it_the_next_time():
     assert known.of(key, aten.masked_select.default, (WIDE, WIDE > 0), {}) == 1234
 
 
+def test_a_product_may_make_any_multiple_of_what_it_reads():
+    need, left, right = room.Need(aten.mm.default), torch.ones(100, 4), torch.ones(4, 100)
+    need.note(1000 * 4, 256)
+
+    assert need.at_most(left.nbytes + right.nbytes, [left, right]) >= (left @ right).nbytes
+    assert need.at_most(1001 * 4, [left, right]) == float("inf")
+
+
 def peaks(model_width: int, share: float) -> tuple[int, int]:
     """Of a watched first step in bfloat16, and what it may take: products reorder what they read."""
     torch.manual_seed(0)

@@ -369,7 +369,7 @@ class OnlineTape(HookedMode):
                     return self._run_view(need, inputs, func, args, kwargs)
             elif not need.asks:
                 read_bytes = sum([t.numel() * t.itemsize for t in inputs])
-                if self.releaser.has_room(need.at_most(read_bytes)):
+                if self.releaser.has_room(need.at_most(read_bytes, inputs)):
                     return self._run_counted(need, inputs, read_bytes, func, args, kwargs)
         op = None
         try:
@@ -488,7 +488,7 @@ class OnlineTape(HookedMode):
         """Make room for what ``op`` is about to allocate."""
         expected, releaser = self._expected, self.releaser
         op.read_bytes = sum([t.numel() * t.itemsize for t in op.inputs])
-        if not op.need.facts.may_omit and releaser.has_room(op.need.at_most(op.read_bytes)):
+        if not op.need.facts.may_omit and releaser.has_room(op.need.at_most(op.read_bytes, op.inputs)):
             return
         op.key = key = expected.key(op.func, op.args)
         op.room_bytes = expected.of(key, op.func, op.args, op.kwargs)

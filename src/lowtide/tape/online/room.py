@@ -50,11 +50,12 @@ class Need:
         has_workspace: Some kernel of it allocates more than it makes, as was measured.
     """
 
-    __slots__ = ("_most", "_read_bytes", "facts", "has_workspace")
+    __slots__ = ("_is_product", "_most", "_read_bytes", "facts", "has_workspace")
 
     def __init__(self, func: Any) -> None:
         self.facts = OPERATORS[func]
         self._read_bytes, self._most = -1, 0
+        self._is_product = packet_name(func) in _PRODUCTS
         self.has_workspace = False
 
     @property
@@ -62,12 +63,19 @@ class Need:
         """More is to be seen to than what it makes: it writes, draws random numbers, or takes workspace."""
         return self.facts.writes or self.facts.random or self.has_workspace
 
-    def at_most(self, read_bytes: int) -> float:
-        """Bytes that it allocates on tensors of so many bytes, at most; infinite where nobody knows.
+    def at_most(self, read_bytes: int, inputs: Sequence[torch.Tensor]) -> float:
+        """Bytes that it allocates on ``inputs`` of so many bytes, at most; infinite where nobody knows.
 
-        Twice what it has needed on as many: what it makes depends on shapes, too.
+        Twice what it has needed on as many: what it makes depends on shapes, too. Of a product of matrices any multiple
+        of what it reads may come, so its shape tells.
         """
-        return 2 * self._most if read_bytes <= self._read_bytes else math.inf
+        if read_bytes > self._read_bytes:
+            return math.inf
+        if self._is_product and len(inputs) > 1:
+            left, right = inputs[-2:]
+            rows = left.numel() // max(left.shape[-1], 1)
+            return rows * right.shape[-1] * left.itemsize + self._most
+        return 2 * self._most
 
     def note(self, read_bytes: int, needed: int) -> None:
         """It has needed so much, at most, on tensors of so many bytes."""
