@@ -31,8 +31,8 @@ _VIEWS = frozenset({
 # Kernels that take reordered copies of what they read and make, which no allocation of the tape's shows beforehand.
 _CONVOLUTIONS = frozenset({"aten.convolution", "aten.convolution_backward"})
 _ATTENTION = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu"})
-# Of kernels of the CPU: a loss for each element before their mean, for some of them in the result's memory as well, which
-# no meta kernel says; exponentials before their sum.
+# Of kernels of the CPU: a loss for each element before their mean, of some in the result's memory as well, which no
+# meta kernel says; exponentials before their sum.
 _FIRST_SHARES = {
     "aten.mse_loss": 1.0, "aten.smooth_l1_loss": 1.0, "aten.huber_loss": 0.5,
     "aten.binary_cross_entropy_with_logits": 1.0, "aten.logsumexp": 1.0,
