@@ -235,7 +235,7 @@ class Lifecycle:
         self.step.watch = watch
         watch.begin_step(unseen_bytes)
         if self._expected.inputs_bytes is None and not (unseen_bytes or is_accelerator(self._budget.device)):
-            # There may be no more than the stack shows, and they are mostly as large as the batch.
+            # They are mostly as large as the batch; there may be more of them.
             likely = max(self._budget.batch_bytes, likely_target_bytes(model, batch, self._budget.device))
             watch.reserve(int(min(likely, _MOST_RESERVED * budget_bytes)))
         self.step.seam = self.seams.open(watch)
