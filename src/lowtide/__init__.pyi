@@ -7,6 +7,7 @@ from lowtide.compiled.compiled_plan import CompiledPlan as CompiledPlan
 from lowtide.doctor.diagnosis import Diagnosis as Diagnosis
 from lowtide.doctor.diagnosis import diagnose as diagnose
 from lowtide.doctor.finding import Finding as Finding
+from lowtide.errors import BudgetExceededError as BudgetExceededError
 from lowtide.errors import BudgetInfeasibleError as BudgetInfeasibleError
 from lowtide.errors import GraphFormatError as GraphFormatError
 from lowtide.errors import IntegrationError as IntegrationError

@@ -1,16 +1,16 @@
 """``fit``: a model's training step within a budget, in one call."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from lowtide import long_sequences
-from lowtide.argument_checks import budget_hint, check_arguments
+from lowtide.argument_checks import budget_hint, check_arguments, check_on_excess
 from lowtide.errors import BudgetInfeasibleError
-from lowtide.options import FitOptions, Offload, names_checked, offload_policy
+from lowtide.options import WARN, FitOptions, Offload, names_checked, offload_policy
 from lowtide.plan import ALLOCATED
 from lowtide.rank_consensus import group_of
 from lowtide.solvers.arguments import check_budget_kind
@@ -22,6 +22,7 @@ from lowtide.tracing.model_facts import ModelFacts
 from lowtide.tracing.tracer import Step
 from lowtide.training.existing_checkpointing import KEEP, REPLACE
 from lowtide.training.fitted_model import Fit
+from lowtide.training.status import Status
 
 logger = logging.getLogger("lowtide")
 
@@ -47,6 +48,8 @@ def fit(
     chunk_loss: bool = False,
     tile_mlp: int | str | None = None,
     opaque: Sequence[str] = (),
+    on_excess: str = WARN,
+    on_status: Callable[[Status], None] | None = None,
 ) -> Fit:
     """Make ``model``'s training step fit ``budget`` at the least extra time, gradients bitwise the same.
 
@@ -88,6 +91,11 @@ def fit(
             call of one is one op: what it makes and stores is saved, or the module's own call runs again for all of it,
             as under non-reentrant checkpointing. Then its Python runs again, forward hooks included; generators,
             autocast, train mode and buffers are put back.
+        on_excess: What follows a step that took more than the budget, by more than 64 KiB and a 512th. ``"warn"``: one
+            line at once, for each kind of step. ``"raise"``: that line, and ``BudgetExceededError`` when its backward
+            has ended; its gradients are whole, and the optimizer has not stepped. ``"lower"``: that line, and steps
+            aim lower by what was too much, as long as that helps.
+        on_status: Called with ``status()`` after each step, for loggers. What it raises ends the training.
 
     Returns:
         A ``Fit``: ``status()``, ``run()``, ``wait()``, ``plan``, ``report()``, ``verify()``, ``remove()``.
@@ -104,6 +112,7 @@ def fit(
     if isinstance(model, nn.Module):
         model = unwrapped(model)
     check_arguments(model, batch, budget, step, optimizer)
+    check_on_excess(on_excess, on_status)
     facts = ModelFacts(model)
     options: dict[str, Any] = dict(n=n, ratio=ratio, gap=gap, time_limit_s=time_limit_s, node_limit=node_limit)
     given = {name: value for name, value in options.items() if value is not None}
@@ -121,8 +130,9 @@ def fit(
     capacities = usable(facts.device.type, policy)
     check_method(method, {"offload": policy} if capacities else {})
     asked = FitOptions(
-        budget, optimizer, step, method, given, policy, max_plans, checkpointing, chunk_loss, tile_mlp, paths
-    )
+        budget, optimizer, step, method, given, policy, max_plans, checkpointing, chunk_loss, tile_mlp, paths,
+        on_excess, on_status,
+    )  # fmt: skip
     hint = budget_hint(budget)
     if hint:
         logger.warning("lowtide: %s", hint)

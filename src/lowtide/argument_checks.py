@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from lowtide.errors import StepError
+from lowtide.options import ON_EXCESS, did_you_mean
 from lowtide.tracing.optimizer_state import checked_optimizer
 from lowtide.units import format_bytes, parse_budget
 
@@ -33,6 +34,15 @@ def check_arguments(model: Any, batch: Any, budget: int | str, step: Any, optimi
         raise TypeError(f"step={step!r} is a {type(step).__name__}. Pass a function (model, batch) -> loss.")
     check_budget(budget)
     checked_optimizer(optimizer)
+
+
+def check_on_excess(on_excess: Any, on_status: Any) -> None:
+    """Raises: ValueError, TypeError: what should follow a step cannot."""
+    if on_excess not in ON_EXCESS:
+        near = did_you_mean(on_excess, ON_EXCESS) if isinstance(on_excess, str) else ""
+        raise ValueError(f"on_excess={on_excess!r} is not known.{near} Use one of {', '.join(map(repr, ON_EXCESS))}.")
+    if on_status is not None and not callable(on_status):
+        raise TypeError(f"on_status={on_status!r} is a {type(on_status).__name__}. Pass a function of the status.")
 
 
 def check_budget(budget: int | str) -> None:

@@ -50,6 +50,18 @@ class BudgetInfeasibleError(LowtideError):
         return type(self), self.args, vars(self)
 
 
+class BudgetExceededError(LowtideError):
+    """A step took more than the budget, and ``fit(on_excess="raise")`` was asked for. Its gradients are whole.
+
+    Attributes:
+        budget_bytes: What it may take, absolute bytes. peak_bytes: What it took, as the allocator counted it.
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int = 0, peak_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.budget_bytes, self.peak_bytes = budget_bytes, peak_bytes
+
+
 class PlannerFailedError(LowtideError):
     """Planning beside training failed, or was ended, before there was a plan; the message says how."""
 

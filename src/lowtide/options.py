@@ -10,6 +10,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from lowtide.units import parse_budget
 
+# What follows a step that took more than the budget.
+WARN, RAISE, LOWER = "warn", "raise", "lower"
+ON_EXCESS = (WARN, RAISE, LOWER)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -93,6 +97,8 @@ class FitOptions:
         max_plans: Plans at hand at most; the one that was used least recently goes.
         chunk_loss, tile_mlp: Changes to the model for long sequences.
         opaque: Paths of modules whose calls are one op each.
+        on_excess: What follows a step that took more than the budget: one of ``ON_EXCESS``.
+        on_status: Called with the status after each step.
     """
 
     budget: int | str
@@ -106,6 +112,8 @@ class FitOptions:
     chunk_loss: bool = False
     tile_mlp: int | str | None = None
     opaque: tuple[str, ...] = ()
+    on_excess: str = WARN
+    on_status: Callable[[Any], None] | None = None
 
     @property
     def budget_kind(self) -> str:

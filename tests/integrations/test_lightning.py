@@ -3,6 +3,7 @@
 import copy
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -344,3 +345,20 @@ def test_what_does_not_work_is_refused_before_training_starts(monkeypatch):
         trained(Autoencoder(), one)
     with pytest.raises(TypeError, match="batch= is not taken here"):
         LowtideCallback(batch=torch.zeros(1))
+
+
+def test_numbers_go_to_the_trainers_loggers(tmp_path):
+    from lightning.pytorch.loggers import CSVLogger
+
+    callback = LowtideCallback("1GiB")
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=4, log_every_n_steps=2, callbacks=[callback], logger=CSVLogger(tmp_path),
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Autoencoder(), loader(4))
+
+    header, *rows = (Path(trainer.logger.log_dir) / "metrics.csv").read_text().splitlines()
+    found = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
+    assert [row["step"] for row in found] == ["1", "3"]
+    assert float(found[-1]["lowtide_budget_bytes"]) == 2**30
+    assert float(found[-1]["lowtide_observed_peak_bytes"]) == callback.fit.status().observed_peak_bytes

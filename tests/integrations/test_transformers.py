@@ -255,7 +255,7 @@ def lines(caplog, monkeypatch):
 
 
 def test_the_trainers_logger_says_what_is_in_force(lines, tmp_path):
-    run = train(small(), tmp_path, LowtideCallback("60%"))
+    train(small(), tmp_path, LowtideCallback("60%"))
     first, *plans, last = lines()
     assert first == (
         "lowtide: keeps each training step within its budget (60%): the first steps are watched, then the tensors that "
@@ -264,7 +264,6 @@ def test_the_trainers_logger_says_what_is_in_force(lines, tmp_path):
     assert plans and all(line.startswith("lowtide: a plan is in force: budget ") for line in plans)
     assert last.startswith("lowtide: 3 of 4 steps ran under a plan: budget ")
     assert "observed peak" in last and "overhead" in last and last.endswith("plans: 1.")
-    assert not any("lowtide" in str(entry) for entry in run.trainer.state.log_history)
 
 
 def test_other_ranks_log_nothing(lines, tmp_path, monkeypatch):
@@ -275,21 +274,41 @@ def test_other_ranks_log_nothing(lines, tmp_path, monkeypatch):
     assert not lines()
 
 
-def test_fit_of_a_trainer_logs_numbers_beside_the_losses(tmp_path):
-    model = small()
-    trainer = Trainer(
-        model, TrainingArguments(**arguments(tmp_path)), train_dataset=sentences(), data_collator=padded
-    )  # fmt: skip
+class Logged(TrainerCallback):
+    """What a reporter such as TensorBoard's or MLflow's is given: before lowtide's callback, as theirs are."""
+
+    def __init__(self) -> None:
+        self.lines = []
+
+    def on_log(self, args, state, control, logs=None, **_):
+        self.lines.append(dict(logs))
+
+
+def test_numbers_stand_beside_the_losses(tmp_path):
+    args = TrainingArguments(**arguments(tmp_path, logging_strategy="steps", logging_steps=2))
+    trainer = Trainer(small(), args, train_dataset=sentences(), data_collator=padded)
+    reporter = Logged()
+    trainer.callback_handler.callbacks.insert(0, reporter)
     callback = integration.fit(trainer, budget="60%", max_plans=4)
     trainer.add_callback(WaitForPlan(callback))
 
-    trainer.train()
+    result = trainer.train()
 
-    logged = [entry for entry in trainer.state.log_history if "lowtide_plans" in entry]
-    assert [entry["step"] for entry in logged] == [2, 4]
-    assert logged[-1]["lowtide_plans"] == 1
-    assert logged[-1]["lowtide_budget_bytes"] == callback.fit.status().budget_bytes
-    assert logged[-1].keys() >= {"lowtide_observed_peak_bytes", "lowtide_overhead"}
+    *of_steps, last = reporter.lines
+    assert [("loss" in line, line["lowtide_planned_steps"]) for line in of_steps] == [(True, 1), (True, 3)]
+    status = callback.fit.status()
+    for name in ("budget_bytes", "last_peak_bytes", "observed_peak_bytes", "excess_bytes", "over_budget_steps"):
+        assert last[f"lowtide_{name}"] == getattr(status, name)
+    assert last["lowtide_plans"] == 1 and last["lowtide_overhead"] == callback.fit.plan.predicted_overhead
+    assert not any("lowtide" in name for name in result.metrics)  # which the Trainer saves and compares
+
+
+def test_evaluations_and_other_lines_are_the_trainers_alone(tmp_path):
+    trainer = trainer_with(tmp_path, callback := LowtideCallback("60%"), max_steps=2)
+    callback.fit = lowtide.fit(trainer.model)
+    trainer.log({"eval_loss": 1.0})
+    callback.fit.remove()
+    assert not any("lowtide" in name for name in trainer.state.log_history[-1])
 
 
 # -- refused before training starts -------------------------------------------------------------------------------

@@ -30,13 +30,15 @@ MIB = 1 << 20
 def told():
     """What is said of a step without a plan that may take 4 MiB, and whose tape counted this."""
     model = nn.Linear(4, 4)
-    budget = StepBudget(model, 5 * MIB)
+    budget = StepBudget(model, 4 * MIB)
 
     def said(live_bytes, asked_bytes, workspace):
         reasons = Notices()
         releaser = SimpleNamespace(budget_bytes=4 * MIB, over_bytes=asked_bytes - 4 * MIB, lowered_bytes=0)
         watch = SimpleNamespace(releaser=releaser, live=SimpleNamespace(peak=live_bytes), peak_workspace=workspace)
-        StepMemory(budget, None, Counters(), reasons).note_peak(watch)
+        memory = StepMemory(budget, None, Counters(), reasons)
+        memory.note_peak(watch)
+        memory.end_step(None, ran_plan=False)
         return " ".join(reasons.lines)
 
     return said

@@ -23,6 +23,7 @@ except ImportError:  # the same code under its older name
 
 from lowtide.api import fit
 from lowtide.errors import IntegrationError
+from lowtide.integrations.metrics import metrics_of
 from lowtide.integrations.versions import check_version
 from lowtide.training.fitted_model import Fit
 from lowtide.units import format_bytes
@@ -43,7 +44,7 @@ class LowtideCallback(Callback):
 
     Losses and weights are bitwise those without it. Checkpoints hold nothing of it. With manual optimization every
     backward ends a step, and the next call of a module begins another. What it does is logged: each plan when it comes,
-    and a line at the end.
+    and a line at the end. Budget, peaks, overhead and number of plans go to the Trainer's loggers.
 
     Args:
         budget: Peak memory of forward and backward; see ``lowtide.fit``.
@@ -81,6 +82,13 @@ class LowtideCallback(Callback):
         budget_bytes = self.fit.status().budget_bytes
         budget = self._options["budget"] if budget_bytes is None else format_bytes(budget_bytes)
         rank_zero_info(f"lowtide: the budget of a training step is {budget}; the first steps are watched")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Log the numbers where and when the Trainer logs its own."""
+        if self.fit is not None and trainer.loggers and trainer._logger_connector.should_update_logs:
+            metrics, step = metrics_of(self.fit), trainer.fit_loop.epoch_loop._batches_that_stepped
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self.fit is not None:

@@ -4,8 +4,8 @@
 
 The model is fitted when training begins: by then Accelerate has put autocast around its forward, and checkpointing is
 on. It is as it was when ``train()`` ends, also by an exception. The Trainer tells its callbacks nothing of those, and
-not who it is either. So ``Trainer.train`` is wrapped once, when this module is imported; a Trainer without a
-``LowtideCallback`` runs as before.
+not who it is either. So ``Trainer.train`` is wrapped once, when this module is imported, and ``Trainer.log``, which
+then logs the numbers beside the losses. A Trainer without a ``LowtideCallback`` runs as before.
 """
 
 import functools
@@ -21,6 +21,7 @@ from transformers.utils import logging
 from lowtide.api import fit as fit_model
 from lowtide.errors import IntegrationError
 from lowtide.integrations import trl
+from lowtide.integrations.metrics import metrics_of
 from lowtide.integrations.versions import check_version
 from lowtide.plan import Plan
 from lowtide.settings.checkpointing_names import asked_in
@@ -30,13 +31,16 @@ from lowtide.training.fitted_model import Fit
 from lowtide.units import format_bytes, parse_budget
 
 logger = logging.get_logger("transformers.trainer")
+# In a process that was started with a budget (``lowtide.attaching``): gives a Trainer its callback, or None.
+make_callback: Callable[[Trainer, list[TrainerCallback]], "LowtideCallback | None"] | None = None
 
 
 class LowtideCallback(TrainerCallback):
     """Keeps each training step within ``budget``: watches the first steps, then recomputes what costs least.
 
     Losses and gradients are bitwise those without it. The Trainer's own checkpointing is off meanwhile, whatever its
-    arguments say, and need not be on. What is in force is logged by the Trainer's logger.
+    arguments say, and need not be on. What is in force is logged by the Trainer's logger. Budget, peaks, overhead and
+    number of plans stand where the losses do (``report_to``).
 
     Args:
         budget: See ``lowtide.fit``.
@@ -64,7 +68,6 @@ class LowtideCallback(TrainerCallback):
         self.fit: Fit | None = None
         self._budget, self._options = budget, options
         self._trainer: Callable[[], Trainer | None] = lambda: None
-        self._logs_numbers = False  # by ``Trainer.log``
         self._is_announced = False
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
@@ -99,7 +102,7 @@ class LowtideCallback(TrainerCallback):
             )
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Tell once that a plan is in force. Here a log line takes none of the Trainer's own away."""
+        """Tell once that a plan is in force."""
         fit = self.fit
         if self._is_announced or fit is None or not state.is_world_process_zero or not fit.status().in_force:
             return
@@ -109,7 +112,6 @@ class LowtideCallback(TrainerCallback):
             f"a plan is in force: {_budget_of(fit)}, predicted peak {format_bytes(plan.predicted_peak_bytes)} (plain "
             f"{format_bytes(plan.plain_peak_bytes)}), {_overhead_of(plan)}, plans: {len(fit.plans)}"
         )
-        self._log_numbers(fit)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Give the model back as it was."""
@@ -124,22 +126,7 @@ class LowtideCallback(TrainerCallback):
                 f"{status.planned_steps} of {status.steps} steps ran under a plan: {_budget_of(fit)}, observed peak "
                 f"{peak}, {overhead}plans: {len(plans)}{why_not}"
             )
-            self._log_numbers(fit)
         self._detach()
-
-    def _log_numbers(self, fit: Fit) -> None:
-        trainer = self._trainer()
-        if not self._logs_numbers or trainer is None:
-            return
-        status, plans = fit.status(), fit.plans
-        numbers = {
-            "lowtide_budget_bytes": status.budget_bytes,
-            "lowtide_observed_peak_bytes": status.observed_peak_bytes,
-            "lowtide_overhead": plans[-1].predicted_overhead if plans else None,
-            "lowtide_plans": len(plans),
-        }
-        # Not TRL's ``log``: it would hand out the metrics that it gathers for the Trainer's next line.
-        Trainer.log(trainer, {name: value for name, value in numbers.items() if value is not None})
 
     def _detach(self) -> None:
         """Give the model back. Safe to call twice."""
@@ -148,10 +135,9 @@ class LowtideCallback(TrainerCallback):
 
 
 def fit(trainer: Trainer, budget: int | str = "auto", **options: Any) -> LowtideCallback:
-    """Have ``trainer`` train within ``budget``: as a ``LowtideCallback``, whose numbers go to ``trainer.log`` too.
+    """Have ``trainer`` train within ``budget``, as with a ``LowtideCallback``, for trainers that are there already.
 
-    So budget, peak, overhead and number of plans stand where the losses do, such as in TensorBoard. The whole step is
-    planned, with losses outside the model (``compute_loss_func``, label smoothing, TRL's).
+    The whole step is planned, with losses outside the model (``compute_loss_func``, label smoothing, TRL's).
 
     Args:
         budget, **options: As of ``LowtideCallback``.
@@ -163,7 +149,6 @@ def fit(trainer: Trainer, budget: int | str = "auto", **options: Any) -> Lowtide
         IntegrationError: a version or a setting that lowtide does not work with, or the trainer has a plan already.
     """
     callback = LowtideCallback(budget, **options)
-    callback._logs_numbers = True
     _check_arguments(trainer.args)
     if any(isinstance(other, LowtideCallback) for other in trainer.callback_handler.callbacks):
         raise IntegrationError(_TWICE)
@@ -226,6 +211,8 @@ def _detaching(train: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(train)
     def detaching(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if make_callback is not None and (added := make_callback(self, self.callback_handler.callbacks)) is not None:
+            self.add_callback(added)
         callbacks = [c for c in self.callback_handler.callbacks if isinstance(c, LowtideCallback)]
         if len(callbacks) > 1:
             raise IntegrationError(_TWICE)
@@ -243,4 +230,19 @@ def _detaching(train: Callable[..., Any]) -> Callable[..., Any]:
     return detaching
 
 
+def _logging_numbers(log: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer.log``, whose lines of a training have lowtide's numbers too."""
+
+    @functools.wraps(log)
+    def logging_numbers(self: Trainer, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        callback = next((c for c in self.callback_handler.callbacks if isinstance(c, LowtideCallback)), None)
+        if callback is not None and callback.fit is not None and _LOGGED & logs.keys():
+            logs = {**logs, **metrics_of(callback.fit)}  # the Trainer goes on with its own
+        return log(self, logs, *args, **kwargs)
+
+    return logging_numbers
+
+
+_LOGGED = {"loss", "train_runtime"}  # in lines of a training: after some steps, and at the end
 Trainer.train = _detaching(Trainer.train)
+Trainer.log = _logging_numbers(Trainer.log)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.autograd as autograd
@@ -34,6 +34,14 @@ class BackwardObserver(Protocol):
     def after_backward(
         self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
     ) -> None: ...
+
+
+@runtime_checkable
+class SpeaksToLoop(Protocol):
+    """An observer that may have something to raise into the training loop."""
+
+    def backward_returns(self) -> None:
+        """A backward that did not fail is over, and every observer knows."""
 
 
 _observers: list[weakref.ref[BackwardObserver]] = []  # weak: this list must not keep a fitted model alive
@@ -99,7 +107,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     failure: BaseException | None = None
     _num_creating += creates
     try:
-        return _entry(*args, **kwargs)
+        result = _entry(*args, **kwargs)
     except BaseException as error:
         failure = error
         raise
@@ -108,3 +116,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         for observer in observers:
             observer.after_backward(args[0], failure, retains=retains, creates=creates)
         failure = None  # its traceback holds this frame: a cycle, and the step's memory in it
+    for observer in observers:
+        if isinstance(observer, SpeaksToLoop):
+            observer.backward_returns()
+    return result

@@ -54,6 +54,7 @@ class StepBudget:
         optimizers: What trains the model.
         batch_bytes: Of the last step without a plan: what is beside these when it starts.
         is_of_reserved: The budget is of what the allocator reserves.
+        taken_off_bytes: So much lower than what was asked for do steps aim, since they took more.
         segments_bytes: Of the budget, what the last step without a plan left for segments that are not full, or since
             the device has no more.
     """
@@ -80,6 +81,17 @@ class StepBudget:
         self.first_bytes: int | None = None
         self._state_in_share: int | None = None  # of an optimizer, as a percentage was taken; None: it is none
         self.limit_bytes = self.absolute_bytes or 0
+        self.taken_off_bytes = 0
+
+    @property
+    def judged_bytes(self) -> int:
+        """What the present step's peak is compared with."""
+        return self.limit_bytes + self.taken_off_bytes
+
+    @property
+    def told_bytes(self) -> int | None:
+        """The budget, for whoever asked for it; None as long as a percentage waits."""
+        return None if self.absolute_bytes is None else self.absolute_bytes + self.taken_off_bytes
 
     def state_bytes(self) -> int:
         """What the model's optimizers keep now on its device; 0 before their first step."""
@@ -204,10 +216,19 @@ class StepBudget:
     def move_to(self, budget_bytes: int) -> None:
         """Another budget from now on."""
         self.absolute_bytes = self.limit_bytes = budget_bytes
+        self.taken_off_bytes = 0
+
+    def aim_lower(self, off_bytes: int) -> None:
+        """Steps took so much more than the budget, which stays: what follows aims lower by that."""
+        self.limit_bytes -= off_bytes
+        self.taken_off_bytes += off_bytes
+        if self.absolute_bytes is not None:
+            self.absolute_bytes -= off_bytes
 
     def cap(self, budget_bytes: int) -> None:
         """As ``move_to``; it never grows above that again. A percentage that is not known yet will not either."""
         self.most_bytes = self.limit_bytes = budget_bytes
+        self.taken_off_bytes = 0
         if self.absolute_bytes is not None:
             self.absolute_bytes = budget_bytes
 

@@ -20,6 +20,8 @@ from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
 from lowtide.tracing.model_facts import ModelFacts
+from lowtide.training.after_step import AfterStep
+from lowtide.training.budget import StepBudget
 from lowtide.training.call_marks import marks_in
 from lowtide.training.lifecycle import Lifecycle
 from lowtide.training.notices import Notices
@@ -38,7 +40,9 @@ class FittedCall:
 
     lowtide = True  # how ``check_supported`` knows a fitted model
 
-    def __init__(self, facts: ModelFacts, options: FitOptions, lifecycle: Lifecycle, reasons: Notices) -> None:
+    def __init__(
+        self, facts: ModelFacts, options: FitOptions, lifecycle: Lifecycle, budget: StepBudget, reasons: Notices
+    ) -> None:
         self._model, self._lifecycle, self._reasons = weakref.ref(facts.model), lifecycle, reasons
         self.options, self.counters = options, lifecycle.counters
         self._compiled = module_calls.CompiledCall(facts.model, "") if "" in facts.compiled else None
@@ -46,6 +50,7 @@ class FittedCall:
         self._suspended_in_backward: dict[int, ExitStack] = {}  # by thread: what is away until its backward ends
         self._end_part: Callable[[], None] | None = None  # of the region that is open
         self._paused = False
+        self._after_step = AfterStep(options, lifecycle, budget, reasons)
 
     @property
     def _step(self) -> RunningStep:
@@ -83,6 +88,8 @@ class FittedCall:
             return nullcontext()
         self.counters.calls += 1
         lifecycle.past.note_call()
+        lifecycle.settle()
+        self._after_step.speak()  # of a step that nobody knew to be over when its backward ended
         try:
             return self._around(model, shape_of_call(model, args, kwargs), args, kwargs)
         except Exception as error:  # nothing of ours may end the training
@@ -216,6 +223,10 @@ class FittedCall:
                 lifecycle.past.note_backward_of_others()
         except Exception as own:
             lifecycle.fail(own)
+
+    def backward_returns(self) -> None:
+        if not self._paused:
+            self._after_step.speak()
 
     def _runs_through(self, roots: Iterable[Any]) -> bool:
         """Whether a backward from ``roots`` runs through calls of the present step. Each thread numbers its nodes."""

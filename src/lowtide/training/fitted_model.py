@@ -26,6 +26,7 @@ from lowtide.step.batches import Call, batch_tensors, call_of
 from lowtide.step.whole_modules import called_whole, is_scripted
 from lowtide.tracing.model_facts import ModelFacts
 from lowtide.tracing.tracer import Step
+from lowtide.training.after_step import status_of
 from lowtide.training.budget import StepBudget
 from lowtide.training.fitted_call import FittedCall
 from lowtide.training.lifecycle import Lifecycle
@@ -72,7 +73,7 @@ class Fit:
             self._reasons.say(values_off.REASON)
         tiers = SharedTiers(facts.device.type, options.offload, capacities, self._reasons.say)
         self._lifecycle = Lifecycle(facts, options, self._budget, self._planner, tiers, self._reasons)
-        self._call = FittedCall(facts, options, self._lifecycle, self._reasons)
+        self._call = FittedCall(facts, options, self._lifecycle, self._budget, self._reasons)
         self._recovery = Recovery(model, self._budget, self._lifecycle)
         self._rehearsal = Rehearsal(model, options, self._budget, tiers, self._reasons)
         called = ExitStack()
@@ -228,38 +229,7 @@ class Fit:
 
     def status(self) -> Status:
         """What really ran so far. Nobody waits for a device."""
-        self._lifecycle.settle()
-        self._lifecycle.look_at_seals(waits=False)
-        self._lifecycle.recorded.request_plans()
-        counters, plans_by_shape = self._lifecycle.counters, self._lifecycle.plans_by_shape
-        why_not = counters.why_not_planned if self._undo else "the fit was removed"
-        return Status(
-            in_force=not why_not,
-            why_not=why_not,
-            steps=counters.steps,
-            planned_steps=counters.planned_steps,
-            calls=counters.calls,
-            planned_calls=counters.planned_calls,
-            observed_peak_bytes=counters.observed_peak_bytes,
-            budget_bytes=self._budget.absolute_bytes,
-            shapes=len({shape.without_gradients() for shape in plans_by_shape.seen}),
-            plans=len(plans_by_shape.plans),
-            planning_s=plans_by_shape.planning_s,
-            reasons=tuple(self._reasons.lines),
-            opaque_calls=self._opaque_calls(),
-            last_peak_bytes=counters.last_peak_bytes,
-            highest_peak_bytes=None if counters.uncounted_steps else counters.observed_peak_bytes,
-            over_budget_steps=counters.over_budget_steps,
-            excess_bytes=counters.excess_bytes,
-            plan_left_steps=counters.plan_left_steps,
-        )
-
-    def _opaque_calls(self) -> str:
-        """Of the latest plan, with what has shown since that it must be saved."""
-        planned = self._lifecycle.latest
-        if planned is None:
-            return ""
-        return planned.plan.opaque_calls([op.number for op in planned.tape.program.ops if op.drops])
+        return status_of(self._lifecycle, self._budget, self._reasons, is_removed=not self._undo)
 
     def training_counts(self) -> TrainingCounts:
         """What the tapes of the plans at hand met in training so far."""

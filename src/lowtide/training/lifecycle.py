@@ -102,7 +102,7 @@ class Lifecycle:
         self._reasons, self._say = reasons, reasons.say
         self.counters = counters = Counters()
         self.plans_by_shape = PlansByShape(facts, options, planner, tiers, reasons)
-        self.memory = StepMemory(budget, self.plans_by_shape, counters, reasons)
+        self.memory = StepMemory(budget, self.plans_by_shape, counters, reasons, options.on_excess)
         self.checkpointing = ExistingCheckpointing(model, self._say, options.checkpointing)
         self.past = PastTraining(model, counters, reasons)
         self._finder = PlanFinder(budget, self.plans_by_shape, self.memory, self.past, reasons)
@@ -321,8 +321,9 @@ class Lifecycle:
         # Of more calls than planned, as in a pipeline, each holds what its plan knows: none of them is judged alone.
         ran_plan = not counters.why_not_planned and (planned is None or len(step.shapes) == len(planned.shapes))
         peak = self.memory.end_step(
-            planned, ran_plan=ran_plan, beside_bytes=self._expected.inputs_bytes or 0, is_shared=step.is_shared
-        )
+            planned, ran_plan=ran_plan, beside_bytes=self._expected.inputs_bytes or 0, is_shared=step.is_shared,
+            spoiled=step.spoiled, why_no_plan=step.why_no_plan,
+        )  # fmt: skip
         if peak is None or step.spoiled or step.is_shared:
             return
         if planned is None and step.runs_own_checkpointing:

@@ -10,12 +10,14 @@ from lowtide.device.block_size import in_blocks
 from lowtide.device.memory import PeakWindow, allocated_bytes, give_back_peak, peak_not_given_back
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import missing_bytes, tried_bytes
+from lowtide.options import WARN
 from lowtide.step.data_parallel import gradients_are_buckets, unseen_bucket_bytes
 from lowtide.step.operators import gradient_of, storage_of
 from lowtide.step.subclasses import plain_tensors
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.planned_bytes import PlannedBytes
 from lowtide.training.budget import StepBudget
+from lowtide.training.excess import ONLINE, OWN_BYTES, PLANNED, UNTOLD_SHARE, WHOLE, Excess
 from lowtide.training.memory_held import held_by_plan, held_now
 from lowtide.training.notices import Notices
 from lowtide.training.planned_step import PlannedStep
@@ -35,24 +37,27 @@ _PROFILED = (
     "steps are not counted while a profiler is active: PyTorch's allocators report to one of them. status() has the "
     "peaks of the others"
 )
-# Of the budget: blocks that are not split differ from step to step, and no plan is made for that.
-_UNTOLD_SHARE = 1 / 512
-_TOLD_SHARE = 0.01  # of the budget: a step under a plan that takes so much more is told
-_OWN_BYTES = 1 << 16  # what comparisons of our own may take beside a step
+_LEAST = "it is the least that letting go and making again could reach"
 _STATE_CHECKS = 2  # of one plan: looking at each tensor of a state takes a millisecond or more
 
 
 class StepMemory:
     """Moves the budget, and the plans with it."""
 
-    def __init__(self, budget: StepBudget, plans_by_shape: PlansByShape, counters: Counters, reasons: Notices) -> None:
+    def __init__(
+        self,
+        budget: StepBudget,
+        plans_by_shape: PlansByShape,
+        counters: Counters,
+        reasons: Notices,
+        on_excess: str = WARN,
+    ) -> None:
         self._budget, self._plans_by_shape, self._counters, self._reasons = budget, plans_by_shape, counters, reasons
         self._pressure = MemoryPressure(budget)
         self._reserved = ReservedMemory(reasons) if budget.is_of_reserved else None
         self._times_out_of_memory = 0
-        # How far steps went over the budget, as it was told: without a plan, and under one.
-        self._over_bytes, self._over_reason = 0, ""
-        self._planned_over_bytes, self._planned_over_reason = 0, ""
+        self.excess = Excess(on_excess, budget, plans_by_shape, counters, reasons)
+        self._online_cause = ""  # why the present step takes what it does, as far as it ran online
         self._window: PeakWindow | None = None  # of the present step, on a device
         self._allocated: AllocationWindow | None = None  # of the present step
         self._made_bytes: Callable[[], int | None] | None = None  # what it has made and still holds
@@ -78,19 +83,13 @@ class StepMemory:
             return
         # What was counted: the releaser also knows for how much more room was asked.
         over = int(watch.live.peak - watch.releaser.budget_bytes) - self._budget.segments_bytes
-        if over <= self._over_bytes:
-            return
-        why = "it is the least that letting go and making again could reach"
         workspace_bytes, op = watch.peak_workspace
-        if 2 * workspace_bytes >= over:
+        self._online_cause = _LEAST
+        if over <= 0:
+            self._online_cause = "something was made in it that nobody saw"
+        elif 2 * workspace_bytes >= over:
             taken = format_bytes(workspace_bytes)
-            why = f"{op} takes {taken} beside what it makes, which shows only when it runs"
-        reason = f"a step that ran online took up to {format_bytes(over)} more than {self._budget.told}: {why}"
-        if self._over_bytes:  # one reason, whatever the number: every step may have another
-            self._reasons.correct(self._over_reason, reason)
-        else:
-            self._reasons.say(reason)
-        self._over_bytes, self._over_reason = over, reason
+            self._online_cause = f"{op} takes {taken} beside what it makes, which shows only when it runs"
 
     def _run_short(self, lowered_bytes: int) -> None:
         """A step without a plan found that the device has less than the budget, let go of more, and went on."""
@@ -136,7 +135,7 @@ class StepMemory:
         resident, limit = step.graph.resident, self._budget.limit_bytes
         # Without a look at each gradient: as if there were none yet, which the plan counts as there.
         most = allocated - (step.plan.resident_bytes - resident.get("gradients", 0))
-        spare = max(0, limit - step.plan.predicted_peak_bytes) + int(_UNTOLD_SHARE * limit)
+        spare = max(0, limit - step.plan.predicted_peak_bytes) + int(UNTOLD_SHARE * limit)
         if most <= spare or allocated <= step.fits_beside_bytes:
             return 0
         made = {
@@ -164,7 +163,7 @@ class StepMemory:
             return 0
         step.state_checks += 1
         change = state_bytes - step.graph.resident.get("optimizer", 0)
-        return change if abs(change) > _UNTOLD_SHARE * self._budget.limit_bytes else 0
+        return change if abs(change) > UNTOLD_SHARE * self._budget.limit_bytes else 0
 
     def begin_step(self, step: PlannedStep | None) -> None:
         """A step begins under this plan, or without one: from here on it is counted."""
@@ -212,7 +211,14 @@ class StepMemory:
                 self._allocated = None
 
     def end_step(
-        self, step: PlannedStep | None, *, ran_plan: bool, beside_bytes: int = 0, is_shared: bool = False
+        self,
+        step: PlannedStep | None,
+        *,
+        ran_plan: bool,
+        beside_bytes: int = 0,
+        is_shared: bool = False,
+        spoiled: bool = False,
+        why_no_plan: str = "",
     ) -> int | None:
         """The step is over: note its peak and return it.
 
@@ -220,6 +226,8 @@ class StepMemory:
             ran_plan: It ran as planned, all of it.
             beside_bytes: What was there before the step, and no call of the model was given (targets).
             is_shared: Another model's step or backward ran in it.
+            spoiled: It failed, or mixes with another.
+            why_no_plan: Where it ran without one.
         """
         counted, estimated = self._counted_peak(beside_bytes), self._online_bytes or None
         self._was_counted = counted is not None
@@ -228,18 +236,24 @@ class StepMemory:
                 counted = step.counted_peak_bytes
             elif step.counted_peak_bytes is None:
                 step.counted_peak_bytes = counted
-            if counted is not None:
-                self._note_planned(step, counted, is_shared=is_shared)
         counters, peak = self._counters, estimated if counted is None else counted
         counters.last_peak_bytes = peak
         if peak is None:
             counters.uncounted_steps += 1
         else:
             counters.observed_peak_bytes = max(counters.observed_peak_bytes or 0, peak)
-            if self._has_budget and peak > self._budget.limit_bytes:
+            if self._has_budget and (over := peak - self._budget.judged_bytes) > 0:
                 counters.over_budget_steps += 1
-                counters.excess_bytes = max(counters.excess_bytes, peak - self._budget.limit_bytes)
-        self._online_bytes = 0
+                counters.excess_bytes = max(counters.excess_bytes, over)
+            acts = self._has_budget and not (is_shared or spoiled)
+            if self._online_cause:
+                self.excess.note(ONLINE, peak, self._online_cause, acts=acts)
+            elif step is None:
+                self.excess.note(WHOLE, peak, why_no_plan or "it has no plan", acts=acts)
+            elif ran_plan and counted is not None:
+                why, predicted = self._cause_under(step, is_shared), step.plan.measurable_peak_bytes
+                self.excess.note(PLANNED, peak, why, predicted_bytes=predicted, acts=acts)
+        self._online_bytes, self._online_cause = 0, ""
         return peak
 
     def forget_step(self) -> None:
@@ -247,7 +261,9 @@ class StepMemory:
         peak = self._counted_peak(0) or self._online_bytes
         if peak:
             self._counters.observed_peak_bytes = max(self._counters.observed_peak_bytes or 0, peak)
-        self._online_bytes = 0
+            if self._online_cause:
+                self.excess.note(ONLINE, peak, self._online_cause, acts=False)
+        self._online_bytes, self._online_cause = 0, ""
 
     def _counted_peak(self, beside_bytes: int) -> int | None:
         """What the allocator counted since the step began, what was there before included; None: nobody counted."""
@@ -282,29 +298,18 @@ class StepMemory:
         self._lost = lost
         return peak
 
-    def _note_planned(self, step: PlannedStep, peak: int, *, is_shared: bool) -> None:
-        """Tell of a step under a plan that took more than the plan and, by more than a hundredth, the budget say."""
-        predicted, limit = step.plan.measurable_peak_bytes, self._budget.limit_bytes
-        over = peak - max(limit, predicted)
-        if self._budget.is_of_reserved or over <= max(_TOLD_SHARE * limit, _OWN_BYTES, self._planned_over_bytes):
-            return
-        why = "something was there that the plan does not know, or sizes were others"
+    def _cause_under(self, step: PlannedStep, is_shared: bool) -> str:
+        """Why a step under this plan took more than the plan says."""
         if is_shared:
-            why = "another model's step or backward ran in it, and is counted too"
-        elif step.tape.proved:
-            why = "ops that nobody had proven ran twice in it"
-        took = f"{format_bytes(peak)} of {format_bytes(limit)}, predicted {format_bytes(predicted)}"
-        reason = f"a step under its plan took up to {took}: {why}"
-        if self._planned_over_bytes:
-            self._reasons.correct(self._planned_over_reason, reason)
-        else:
-            self._reasons.say(reason)
-        self._planned_over_bytes, self._planned_over_reason = over, reason
+            return "another model's step or backward ran in it, and is counted too"
+        if step.tape.proved:
+            return "ops that nobody had proven ran twice in it"
+        return "something was there that the plan does not know, or sizes were others"
 
     def judge_planned(self, step: PlannedStep, peak: int) -> None:
         """A step under a plan took ``peak``: the plan goes if that is more than it is worth."""
         if not self._budget.is_of_reserved and self._was_counted:
-            self._plans_by_shape.note_peak(step, peak - _OWN_BYTES)
+            self._plans_by_shape.note_peak(step, peak - OWN_BYTES)
 
     def lower(
         self,
