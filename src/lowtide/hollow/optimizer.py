@@ -12,8 +12,8 @@ import sys
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -24,11 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide.device.autocast import outside_autocast
 from lowtide.device.dispatch import tensors_in
 from lowtide.device.names import is_accelerator
+from lowtide.errors import LowtideError
 from lowtide.hollow.memory import hollow_like, is_on_host, mark_on_host
 from lowtide.hollow.mode import FACTORIES, HollowMode
 
 _LIFT = torch.ops.aten.lift_fresh.default  # what ``torch.tensor`` has made, unseen
 _DEVICE = torch.device
+_MOST_NESTED = 6  # containers and objects in one another
+_HOLDS_NONE = (int, float, str, bytes, type(None), type, torch.Tensor, torch.nn.Module)
 _PAGED_ELEMENTS = 100_000  # bitsandbytes' paged optimizers keep larger states in managed memory
 
 
@@ -47,11 +50,79 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from parts_of(part)
 
 
+class NotRehearsedError(LowtideError):
+    """A rehearsal would have written what the training holds; it has written none of it."""
+
+
+def optimizers_inside(optimizer: Any) -> list[Any]:
+    """Those that ``optimizer`` keeps and steps itself: a copy of it would step them, and the real weights with them."""
+    found: list[Any] = []
+    seen: set[int] = set()
+
+    def look_at(value: Any, depth: int) -> None:
+        if depth > _MOST_NESTED or id(value) in seen or isinstance(value, _HOLDS_NONE):
+            return
+        seen.add(id(value))
+        if value is not optimizer and hasattr(value, "param_groups") and hasattr(value, "step"):
+            found.append(value)
+            return
+        for part in _parts_held(value):
+            look_at(part, depth + 1)
+
+    # Not what a copy leaves out: hooks, and what hides a method (``_hollow_copy``).
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state") and not callable(getattr(type(optimizer), name, None)):
+            look_at(value, 0)
+    return found
+
+
+def _parts_held(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from value
+    elif callable(value):  # a method of it, or a function around it
+        yield getattr(value, "__self__", None)
+        yield from (getattr(value, "func", None), *getattr(value, "args", ()))
+        for cell in getattr(value, "__closure__", None) or ():
+            with suppress(ValueError):  # empty
+                yield cell.cell_contents
+    else:
+        yield from list(getattr(value, "__dict__", {}).values())
+
+
+def _storages_held(optimizers: Iterable[Any]) -> set[int]:
+    """Of parameters, their gradients and all state."""
+    held: set[int] = set()
+    for optimizer in optimizers:
+        tensors = [t for group in optimizer.param_groups for p in group["params"] for t in (p, p.grad)]
+        tensors += [v for kept in optimizer.state.values() if isinstance(kept, dict) for v in kept.values()]
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                held |= {part.untyped_storage()._cdata for part in parts_of(tensor) if part.layout == torch.strided}
+    return held
+
+
 class _Hollow(HollowMode):
+    """``untouched``: storages of the training, which code that is rehearsed must not write, however it reaches them."""
+
+    def __init__(self, kernels: str, untouched: Collection[int] = ()) -> None:
+        super().__init__(kernels)
+        self._untouched = untouched
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(map(_is_wrapper, types)):
             return NotImplemented
+        if self._untouched and func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._check_written(value)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _check_written(self, value: Any) -> None:
+        for tensor in tensors_in(value):
+            if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._untouched:
+                raise NotRehearsedError("its step writes tensors of the training, by another way than its parameters")
 
 
 class _Counting(TorchDispatchMode):
@@ -162,18 +233,30 @@ def hollow_optimizer_bytes(
 
 
 def hollow_step_bytes(
-    optimizer: torch.optim.Optimizer, trained: Collection[int], *, kernels: str, block_bytes: int = 1
+    optimizer: torch.optim.Optimizer,
+    trained: Collection[int],
+    *,
+    kernels: str,
+    block_bytes: int = 1,
+    beside: Iterable[Any] = (),
 ) -> tuple[int, int]:
     """As ``hollow_optimizer_bytes``, of ``optimizer`` as if it had made no step.
 
     Args:
         trained: Ids of the parameters that have a gradient.
+        beside: Other optimizers, whose tensors its code might reach.
+
+    Raises:
+        NotRehearsedError: It steps another optimizer, or writes what the training holds.
     """
     if type(optimizer) is torch.optim.LBFGS:
         return _lbfgs_bytes(optimizer, trained, block_bytes)
+    if inside := optimizers_inside(optimizer):
+        raise NotRehearsedError(f"it steps another optimizer, {type(inside[0]).__name__}")
     with torch.device("cpu"), torch.no_grad():
         twin = _hollow_copy(optimizer, trained)
-    return _rehearsed(type(optimizer), lambda: twin, kernels=kernels, block_bytes=block_bytes)
+    untouched = _storages_held([optimizer, *beside])
+    return _rehearsed(type(optimizer), lambda: twin, kernels=kernels, block_bytes=block_bytes, untouched=untouched)
 
 
 def _lbfgs_bytes(optimizer: torch.optim.LBFGS, trained: Collection[int], block_bytes: int) -> tuple[int, int]:
@@ -187,7 +270,9 @@ def _lbfgs_bytes(optimizer: torch.optim.LBFGS, trained: Collection[int], block_b
     return (2 * group["history_size"] + 2) * vector, 5 * vector
 
 
-def _rehearsed(kind: type, make: Callable[[], Any], *, kernels: str, block_bytes: int) -> tuple[int, int]:
+def _rehearsed(
+    kind: type, make: Callable[[], Any], *, kernels: str, block_bytes: int, untouched: Collection[int] = ()
+) -> tuple[int, int]:
     """(live bytes after the optimizer's first step, the most that a step takes beside them)."""
     on_cuda = kernels == "cuda"
     first, later = (_Counting(block_bytes, counts_scalars=on_cuda) for _ in range(2))
@@ -199,7 +284,7 @@ def _rehearsed(kind: type, make: Callable[[], Any], *, kernels: str, block_bytes
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.no_grad())
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # of the CPU, where there is none
-        stack.enter_context(_Hollow(kernels))
+        stack.enter_context(_Hollow(kernels, untouched))
         stack.enter_context(_capturable_here(kind) if on_cuda else nullcontext())
         with first, _HostTensors(first) if on_cuda else nullcontext():
             optimizer = make()  # some make their state here

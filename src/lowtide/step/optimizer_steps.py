@@ -34,6 +34,11 @@ def watch() -> None:
         register_optimizer_step_post_hook(_note)
 
 
+def seen() -> list[Any]:
+    """All optimizers that have stepped outside of backward, and live."""
+    return list(_outside)
+
+
 def observe(observer: Callable[[Any], None]) -> Callable[[], None]:
     """Call ``observer`` with each optimizer that has stepped; returns what ends that."""
     watch()

@@ -16,7 +16,14 @@ from torch import nn
 from lowtide.device.block_size import in_blocks
 from lowtide.device.names import is_accelerator
 from lowtide.errors import LowtideError
-from lowtide.hollow.optimizer import hollow_optimizer_bytes, hollow_step_bytes, kernels_on, parts_of
+from lowtide.hollow.optimizer import (
+    hollow_optimizer_bytes,
+    hollow_step_bytes,
+    kernels_on,
+    optimizers_inside,
+    parts_of,
+)
+from lowtide.step import optimizer_steps
 from lowtide.step.optimizer_group import OptimizerGroup
 
 NAMED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -192,7 +199,9 @@ def _foreseen(optimizer: Any, trained: set[int], kernels: str, block: int) -> tu
     if not trained:
         return 0, 0
     if isinstance(optimizer, OptimizerGroup):  # they step one after the other
-        each = [_foreseen(o, trained & set(map(id, _own(o))), kernels, block) for o in optimizer.optimizers]
+        # What one steps that is among them is foreseen where that stands.
+        several = [o for o in optimizer.optimizers if not optimizers_inside(o)] or optimizer.optimizers
+        each = [_foreseen(o, trained & set(map(id, _own(o))), kernels, block) for o in several]
         return sum(state for state, _ in each), max(step for _, step in each)
     groups = tuple(
         (
@@ -208,7 +217,9 @@ def _foreseen(optimizer: Any, trained: set[int], kernels: str, block: int) -> tu
     known = _OF_OPTIMIZER.setdefault(of, {})
     if key not in known:
         try:
-            known[key] = hollow_step_bytes(optimizer, trained, kernels=kernels, block_bytes=block)
+            known[key] = hollow_step_bytes(
+                optimizer, trained, kernels=kernels, block_bytes=block, beside=optimizer_steps.seen()
+            )
         except Exception as error:  # another library's code, on tensors that it was not made for
             known[key] = f"{type(error).__name__}: {error}".splitlines()[0]
     if isinstance(found := known[key], str):
