@@ -20,7 +20,18 @@ STAGES = (
     "settings", "inference", "doctor",
 )  # fmt: skip
 # They put the stages together, so they see all of them.
-ANYTHING = ("__init__", "api", "cli", "scripts", "demo", "integrations", "foresight", "pretending", "commands")
+ANYTHING = (
+    "__init__",
+    "api",
+    "cli",
+    "scripts",
+    "demo",
+    "integrations",
+    "foresight",
+    "pretending",
+    "attaching",
+    "commands",
+)
 # These run from JSON on a machine without torch, and can be fuzzed.
 PLAIN = STAGES[: STAGES.index("scratch_file")]
 # Plain data as well, in packages that hold more.

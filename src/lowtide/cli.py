@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lowtide import __version__
-from lowtide.commands import advise, bench, calibrate, compare, doctor, kv, plan, pretend, report
+from lowtide.commands import advise, bench, calibrate, compare, doctor, kv, plan, pretend, report, run
 from lowtide.commands.files import check_folders, write
 from lowtide.commands.verbs import add_target, add_verb, budget_of
 from lowtide.errors import BudgetInfeasibleError, LowtideError, PlanMismatchError
@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--save-costs", metavar="COSTS.json", type=Path, help="write the measured op times")
     report.add_picture_arguments(fit)
 
-    for verb in (compare, bench, doctor, calibrate, kv, plan, advise, pretend, report):
+    for verb in (compare, bench, doctor, calibrate, kv, plan, advise, pretend, run, report):
         verb.add_parser(verbs)
     return parser
 

@@ -14,6 +14,7 @@ SUPPORTED = {
     "megatron-core": ("0.16", "0.17"),
     "peft": ("0.17", "0.22"),
     "pytorch-lightning": ("2.6", "2.7"),
+    "torchtitan": ("0.3", "0.4"),
     "transformers": ("5.0", "6"),
     "trl": ("1.16", "1.17"),
 }

@@ -1,0 +1,101 @@
+"""torchtitan: one activation checkpointing policy more, ``LowtideAC``, in the place of full, selective, memory budget.
+
+    config.activation_checkpoint = LowtideAC.Config(budget="60GiB")
+
+torchtitan applies a policy before it compiles, shards and initializes the model, and makes the optimizer after that. So
+the policy wraps nothing: the model is fitted when it is first called in training. For a Trainer that is there already,
+whatever its policy, ``fit(trainer, budget=...)``; checkpoint wrappers of its own are off while the model is fitted.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.tools.logging import logger
+
+import lowtide
+from lowtide.errors import IntegrationError
+from lowtide.integrations.made_optimizers import MadeOptimizers
+from lowtide.integrations.versions import check_version
+from lowtide.training.fitted_model import Fit
+from lowtide.units import parse_budget
+
+
+class LowtideAC(ActivationCheckpointing):
+    """Keeps each training step of a rank within a budget: recomputes what costs least, gradients bitwise the same.
+
+    Attributes:
+        fits: Those of the models that were trained last, on this rank.
+    """
+
+    fits: list[Fit] = []  # noqa: RUF012 - torchtitan makes a policy and throws it away
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):
+        budget: str = "auto"
+        """
+        Peak allocated bytes of a rank in forward and backward, parameters, gradients and optimizer state included:
+        "60GiB", "40%" of the plain step's activation memory, or "auto": what is free, less a tenth.
+        """
+
+        on_excess: str = "warn"
+        """
+        What follows a step that took more: "warn", "raise" or "lower".
+        """
+
+    def __init__(self, config: "LowtideAC.Config", dump_folder: str = "") -> None:
+        super().__init__(config, dump_folder)
+        check_version("torchtitan")
+        parse_budget(config.budget)  # a typing error shows before the model is made
+
+    def apply(self, model: nn.Module) -> None:
+        """Have ``model`` fitted when it is first called in training."""
+        type(self).fits = []
+        optimizers = MadeOptimizers()
+        options = {"budget": self.config.budget, "on_excess": self.config.on_excess}
+
+        def first_call(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                model._compiled_call_impl = None
+                optimizers.stop()
+                self.fits.append(_fit(model, optimizers.of(model), options))
+                return model(*args, **kwargs)
+            return model._call_impl(*args, **kwargs)
+
+        model._compiled_call_impl = first_call
+        logger.info(f"Applied LowtideAC: the model is fitted to {self.config.budget} when training begins")
+
+
+def fit(trainer: Any, *, budget: int | str = "auto", **options: Any) -> Fit:
+    """Make the training step of a torchtitan ``Trainer`` fit ``budget``. Call it before ``trainer.train()``.
+
+    Args:
+        budget, options: As in ``lowtide.fit``, but for ``batch``, ``step`` and ``optimizer``, which the Trainer has.
+
+    Raises:
+        IntegrationError: another version of torchtitan, CUDA graphs, or several parts of the model on this rank.
+    """
+    check_version("torchtitan")
+    if len(trainer.model_parts) != 1:
+        raise IntegrationError(
+            f"this rank has {len(trainer.model_parts)} parts of the model (an interleaved pipeline), and one budget is "
+            "for one.\nUse one stage for each rank, or call lowtide.fit for each part."
+        )
+    config = trainer.config
+    if trainer.device.type == "cuda" and not config.training.disable_cuda_graphs:
+        raise IntegrationError(
+            "CUDA graphs replay the first step, whatever a plan says.\nSet training.disable_cuda_graphs=True."
+        )
+    if hasattr(config.activation_checkpoint, "memory_budget"):
+        raise IntegrationError(
+            "MemoryBudgetAC has the compiler recompute what a plan decides about.\nSet activation_checkpoint=None."
+        )
+    return _fit(trainer.model_parts[0], list(trainer.optimizers.optimizers), {"budget": budget, **options})
+
+
+def _fit(model: nn.Module, optimizers: list[torch.optim.Optimizer], options: dict[str, Any]) -> Fit:
+    fitted = lowtide.fit(model, optimizer=optimizers or None, **options)
+    logger.info(f"lowtide keeps each step of {type(model).__name__} within {options['budget']}")
+    return fitted
