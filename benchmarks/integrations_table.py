@@ -36,6 +36,37 @@ def cases_table(lines: list[dict]) -> str:
     return "\n".join(rows)
 
 
+def programs_table(lines: list[dict]) -> str:
+    """A row a program and case: bits, peak of every step against the budget, time beside its own checkpointing."""
+    rows = [
+        "| program | case | lines changed | losses, weights | plain peak | budget | highest peak | steps planned | "
+        "time: lowtide, its own checkpointing |",
+        "|---|---|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for line in lines:
+        same = [_same(line[key]) for key in ("bitwise_losses", "bitwise_weights")]
+        seconds = line["seconds"]
+        rows.append(
+            f"| {line['program']} {line['version']} | {line['case']} | {line['lines_changed']} | {', '.join(same)} | "
+            f"{line['plain_peak_bytes'] / MIB:.2f} MiB | {line['budget_bytes'] / MIB:.2f} MiB | "
+            f"{_percent(line['peak_bytes'] / line['budget_bytes'])} | {line['planned_steps']} of {line['steps']} | "
+            f"{_more(seconds['lowtide'] / seconds['plain'])}, {_more(seconds['own'] / seconds['plain'])} |"
+        )
+    first, notes = lines[0], []
+    for line in (line for line in lines if "selective_peak_bytes" in line):
+        full, selective = (f"{line[f'{name}_peak_bytes'] / MIB:.2f} MiB" for name in ("own", "selective"))
+        more = _more(line["seconds"]["selective"] / line["seconds"]["plain"])
+        notes.append(f"{line['program']}'s own in the last step: full {full}, selective {selective} ({more}).")
+    rows += [
+        "",
+        "Random Llamas; the highest peak is of every step, counted, as a share of the budget. Times are of whole runs "
+        "of few steps, watched steps included, on a machine that did other work: they tell what hurts, not percent. "
+        f"{' '.join(notes)} {first['device']}, {first['threads']} thread, torch {first['torch']}, commit "
+        f"{first['commit']}.",
+    ]
+    return "\n".join(rows)
+
+
 def timed_table(lines: list[dict]) -> str:
     """A row a timed case: lowtide and TRL's own checkpointing beside plain training."""
     lines = [line for line in lines if "wall_ratio" in line]

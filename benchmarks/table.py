@@ -39,7 +39,7 @@ from full_size_table import example_text, full_size_summary, full_size_table
 from generation_table import cache_table, gap_table
 from gpu_table import gpu_table
 from host_time_table import host_time_table
-from integrations_table import cases_table, timed_table
+from integrations_table import cases_table, programs_table, timed_table
 from limits_table import costs_table
 from optimizers_table import optimizers_table
 from real_steps_table import real_steps_table
@@ -179,6 +179,7 @@ def main() -> int:
         Page(HOW_TO / "generate-within-a-budget.md", "gap", RESULTS / "generation_gap_cpu.jsonl", gap_table),
         Page(ROOT / "docs" / "foresight.md", "times", RESULTS / "estimate_cpu.jsonl", foreseen_times_table),
         Page(ROOT / "docs" / "integrations.md", "integrations", RESULTS / "integrations_cpu.jsonl", cases_table),
+        Page(ROOT / "docs" / "integrations.md", "programs", RESULTS / "programs_cpu.jsonl", programs_table),
         Page(ROOT / "docs" / "integrations.md", "timed", RESULTS / "integrations_cpu.jsonl", timed_table),
         Page(ROOT / "docs" / "limits.md", "costs", None, costs_table),
         Page(ROOT / "docs" / "offload.md", "offload", RESULTS / "offload_cpu.jsonl", offload_table),
