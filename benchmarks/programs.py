@@ -76,19 +76,24 @@ def main() -> int:
     parser.add_argument("--packages", nargs="*", default=[], metavar="PROGRAM=FOLDER[:FOLDER]")
     args = parser.parse_args()
     folders = dict(pair.split("=", 1) for pair in args.packages)
-    lines = [json.loads(text) for text in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     for program in PROGRAMS:
         if program.name in folders:
             for kind in ("full", "lora"):
                 found = _case(program, kind, folders[program.name])
-                print(json.dumps(found), flush=True)
-                lines = [x for x in lines if (x["program"], x["case"]) != (found["program"], found["case"])] + [found]
+                _write(found)
     if "torchtitan" in folders:
         found = _torchtitan(folders["torchtitan"])
-        print(json.dumps(found), flush=True)
-        lines = [x for x in lines if x["program"] != "torchtitan"] + [found]
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        _write(found)
     return 0
+
+
+def _write(found: dict) -> None:
+    """In the place of the case's line."""
+    print(json.dumps(found), flush=True)
+    lines = [json.loads(text) for text in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    kept = [line for line in lines if (line["program"], line["case"]) != (found["program"], found["case"])]
+    every = sorted([*kept, found], key=lambda line: (line["program"], line["case"]))
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in every))
 
 
 def _environment(packages: str) -> dict[str, str]:
@@ -123,7 +128,7 @@ def _case(program: Program, kind: str, packages: str) -> dict:
 
         plain = run("plain", None, checkpointed=False)
         own = run("own", None, checkpointed=True)
-        counted = run("counted", "1TiB", checkpointed=False)["status"]["highest_peak_bytes"]
+        counted = run("counted", "1TiB", checkpointed=False)["status"]["observed_peak_bytes"]
         budget = int(SHARE * counted)
         run("first", f"{budget}B", checkpointed=True)
         ours = run("ours", f"{budget}B", checkpointed=True)
@@ -133,7 +138,7 @@ def _case(program: Program, kind: str, packages: str) -> dict:
         "bitwise_losses": ours["losses"] == plain["losses"] != [],
         "bitwise_weights": ours["weights"] == plain["weights"] != "none",
         "own_bitwise_weights": own["weights"] == plain["weights"], "plain_peak_bytes": counted,
-        "budget_bytes": budget, "peak_bytes": status["highest_peak_bytes"], "steps": status["steps"],
+        "budget_bytes": budget, "peak_bytes": status["observed_peak_bytes"], "steps": status["steps"],
         "planned_steps": status["planned_steps"], "over_budget_steps": status["over_budget_steps"],
         "seconds": {"plain": plain["seconds"], "own": own["seconds"], "lowtide": ours["seconds"]}, **provenance(),
     }  # fmt: skip
