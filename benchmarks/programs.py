@@ -169,6 +169,7 @@ def _torchtitan(packages: str) -> dict:
         "    weights = all(map(torch.equal, run['weights'], plain['weights']))\n"
         "    run['same'] = run['losses'] == plain['losses'] and weights\n"
         "    run['status'] = run['status'] and run['status'].to_dict()\n"
+        "for run in found.values():\n"
         "    del run['weights']\n"
         "print('FOUND ' + json.dumps(found))\n"
     )
