@@ -16,6 +16,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.logging import logger
 
 import lowtide
+from lowtide.device.names import is_accelerator
 from lowtide.errors import IntegrationError
 from lowtide.integrations.made_optimizers import MadeOptimizers
 from lowtide.integrations.versions import check_version
@@ -84,7 +85,7 @@ def fit(trainer: Any, *, budget: int | str = "auto", **options: Any) -> Fit:
             "for one.\nUse one stage for each rank, or call lowtide.fit for each part."
         )
     config = trainer.config
-    if trainer.device.type == "cuda" and not config.training.disable_cuda_graphs:
+    if is_accelerator(trainer.device) and not config.training.disable_cuda_graphs:
         raise IntegrationError(
             "CUDA graphs replay the first step, whatever a plan says.\nSet training.disable_cuda_graphs=True."
         )
