@@ -46,11 +46,14 @@ def programs_table(lines: list[dict]) -> str:
     for line in lines:
         same = [_same(line[key]) for key in ("bitwise_losses", "bitwise_weights")]
         seconds = line["seconds"]
+        times = "not measured"
+        if seconds["plain"]:
+            times = ", ".join(_more(seconds[name] / seconds["plain"]) for name in ("lowtide", "own"))
         rows.append(
             f"| {line['program']} {line['version']} | {line['case']} | {line['lines_changed']} | {', '.join(same)} | "
             f"{line['plain_peak_bytes'] / MIB:.2f} MiB | {line['budget_bytes'] / MIB:.2f} MiB | "
             f"{_percent(line['peak_bytes'] / line['budget_bytes'])} | {line['planned_steps']} of {line['steps']} | "
-            f"{_more(seconds['lowtide'] / seconds['plain'])}, {_more(seconds['own'] / seconds['plain'])} |"
+            f"{times} |"
         )
     first, notes = lines[0], []
     for line in (line for line in lines if "selective_peak_bytes" in line):

@@ -119,7 +119,7 @@ def _case(program: Program, kind: str, packages: str) -> dict:
             if done.returncode:
                 raise SystemExit(f"{program.name} {kind} {name}: {done.stderr[-3000:]}")
             printed = done.stdout + done.stderr
-            seconds = re.findall(r"'?train_runtime'?[ =:']+([\d.]+)", printed)
+            seconds = re.findall(r"'train_runtime': '?([\d.]+)", printed)
             status = json.loads(done.stdout.strip().splitlines()[-1])["lowtide"] if budget is not None else None
             return {
                 "losses": re.findall(r"\{'loss': '?([\d.]+)", printed), "weights": _digest(folder / name),
