@@ -82,6 +82,7 @@ OF_OTHERS = {
     "_prepare_inputs", "_metrics", "_resolve_parallel_plans", "_gradient_checkpointing_func", "_supports_sdpa",
     "_class_name",  # transformers and diffusers
     "_param_dict", "_shared_state",  # DeepSpeed, Accelerate
+    "_batches_that_stepped", "_logger_connector",  # Lightning
     "_bit_generator", "_rand", "_exit", "_getframe", "_replace",  # NumPy, Python
 }  # fmt: skip
 

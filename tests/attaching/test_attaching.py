@@ -323,3 +323,18 @@ def test_enable_has_the_variable_work_in_an_environment_and_disable_undoes_it(tm
     assert not started(enabled, entry=False).lines
     assert run(monkeypatch, "--disable") == 0
     assert not hook.exists() and "does nothing by itself now" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_what_follows_an_excess_reaches_the_process(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, lowtide.attaching.attachment as a\n"
+        "model = torch.nn.Linear(8, 8); optimizer = torch.optim.SGD(model.parameters())\n"
+        "model(torch.randn(4, 8)).sum().backward()\n"
+        "print(a.current.options['on_excess'])\n"
+    )
+    for words, told in (([], "warn"), (["--on-excess", "raise"], "raise")):
+        assert cli.main(["run", "--budget", "1GiB", *words, "--", sys.executable, str(script)]) == 0
+        assert capfd.readouterr().out.splitlines()[-1] == told

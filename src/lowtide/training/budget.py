@@ -54,6 +54,7 @@ class StepBudget:
         optimizers: What trains the model.
         batch_bytes: Of the last step without a plan: what is beside these when it starts.
         is_of_reserved: The budget is of what the allocator reserves.
+        judged_bytes: What the present step's peak is compared with.
         taken_off_bytes: So much lower than what was asked for do steps aim, since they took more.
         segments_bytes: Of the budget, what the last step without a plan left for segments that are not full, or since
             the device has no more.
@@ -82,11 +83,11 @@ class StepBudget:
         self._state_in_share: int | None = None  # of an optimizer, as a percentage was taken; None: it is none
         self.limit_bytes = self.absolute_bytes or 0
         self.taken_off_bytes = 0
+        self.judged_bytes = self.limit_bytes
 
-    @property
-    def judged_bytes(self) -> int:
-        """What the present step's peak is compared with."""
-        return self.limit_bytes + self.taken_off_bytes
+    def note_limit(self) -> None:
+        """A step begins: its peak is compared with what it may take now, whatever the budget is when it ends."""
+        self.judged_bytes = self.limit_bytes + self.taken_off_bytes
 
     @property
     def told_bytes(self) -> int | None:
@@ -176,6 +177,7 @@ class StepBudget:
         if self.absolute_bytes is None:  # a percentage: the first step may take what is free
             limits = there + self.free_bytes(), self.most_bytes, self.first_bytes
             self.limit_bytes = min(limit for limit in limits if limit is not None)
+        self.note_limit()
         room = max(0, self.limit_bytes - there)
         self.segments_bytes = 0
         if self.is_of_reserved:

@@ -171,6 +171,7 @@ class StepMemory:
             self._reserved.begin_step(step, self._budget.device)
         self.forget_step()
         self._has_budget = self._budget.absolute_bytes is not None
+        self._budget.note_limit()
         device = self._budget.device
         self._allocated = counter = allocation_counter.count(device)
         beside_bytes = self._start_bytes if is_accelerator(device) else 0
