@@ -5,6 +5,8 @@ import gc
 import pytest
 import torch
 
+from lowtide.device import memory
+
 NO_CUDA = "torch has no CUDA here: make test-cuda"
 
 
@@ -17,7 +19,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def cuda() -> torch.device:
-    """The device, with nothing cached and its peak statistic at what lives now."""
+    """The device, with nothing cached and its peak statistic at what lives now: no earlier test's is owed."""
+    memory._forgotten.clear()
+    memory._low.clear()
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

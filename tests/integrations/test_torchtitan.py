@@ -14,16 +14,14 @@ pytestmark = [
 
 
 def same(ours, plain):
-    return ours["losses"] == plain["losses"] and all(
-        a.equal(b) for a, b in zip(ours["weights"], plain["weights"], strict=True)
-    )
+    return (ours["losses"], ours["weights"]) == (plain["losses"], plain["weights"])
 
 
-@pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 1), (1, 2)])
-def test_a_policy_trains_the_same_within_the_budget(world, accumulate, tmp_path):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_policy_trains_the_same_within_the_budget(accumulate, tmp_path):
     from support import torchtitan_training
 
-    for found in on_every_rank(torchtitan_training.policies, str(tmp_path), 0.6, accumulate, world=world):
+    for found in on_every_rank(torchtitan_training.policies, str(tmp_path), 0.6, accumulate, world=1):
         plain, ours, over_full = found["none"], found["lowtide"], found["over full"]
         assert same(ours, plain) and same(over_full, plain)
         for run in (ours, over_full):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from support import torchtitan_on_cpu
+from support.ranks import digest
 from torch import nn
 
 from lowtide.measurement.allocator import measuring
@@ -58,6 +59,7 @@ def _trained(policy: Any, folder: str, accumulate: int, fit_budget: int | None =
     model = trainer.model_parts[0]
     result["wrapped"] = sum("CheckpointWrapper" in type(m).__name__ for m in model.modules())
     result["status"] = fits[0].status() if fits else None
+    result["weights"] = digest(result["weights"])  # tensors would go by a file of this process, which ends
     for fit in fits:
         fit.remove()
     return result
@@ -72,13 +74,13 @@ def refused(rank: int, folder: str) -> dict[str, str]:
     from lowtide.integrations.torchtitan import LowtideAC
 
     told = {}
-    config = torchtitan_on_cpu.trainer_config(folder=folder)
-    trainer = torchtitan_on_cpu.made(config)
+    trainer = torchtitan_on_cpu.made(torchtitan_on_cpu.trainer_config(folder=folder))
     trainer.model_parts.append(nn.Linear(2, 2))
     told["parts"] = _error(lambda: torchtitan.fit(trainer, budget="1GiB"))
     trainer.model_parts.pop()
-    config.activation_checkpoint = MemoryBudgetAC.Config()
+    before, trainer.config.activation_checkpoint = trainer.config.activation_checkpoint, MemoryBudgetAC.Config()
     told["compiler"] = _error(lambda: torchtitan.fit(trainer, budget="1GiB"))
+    trainer.config.activation_checkpoint = before
     told["weights"] = _error(lambda: torchtitan.fit(trainer, budget="1KiB"))
     told["typing error"] = _error(lambda: LowtideAC.Config(budget="6Gob").build(dump_folder=""))
     versions = torchtitan.check_version.__globals__["SUPPORTED"]
