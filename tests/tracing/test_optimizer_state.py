@@ -11,7 +11,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lowtide
+from lowtide.device.block_size import in_blocks
 from lowtide.measurement.allocator import measuring
+from lowtide.step.optimizer_group import OptimizerGroup
 from lowtide.tracing.optimizer_state import UnknownStateError, existing_state_bytes, optimizer_bytes
 
 
@@ -264,3 +266,28 @@ def test_a_plan_is_corrected_once_the_state_is_there(surprise):
         assert fit.graph.resident["optimizer"] == existing_state_bytes(optimizer) == 3 * size - foreseen
         assert fit.plan.predicted_peak_bytes <= budget and fit.status().in_force
         assert fit.plan.predicted_overhead > overhead if surprise == "more" else fit.plan.predicted_overhead <= overhead
+
+
+class OwnLists(torch.optim.Optimizer):
+    """Momentum that lies beside ``state``, as hand-written optimizers keep it."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.own = [p for group in self.param_groups for p in group["params"]]
+        self.momenta = []
+
+    @torch.no_grad()
+    def step(self):
+        self.momenta = self.momenta or [torch.zeros_like(p) for p in self.own]
+        for p, momentum in zip(self.own, self.momenta, strict=True):
+            p -= 0.1 * momentum.mul_(0.9).add_(p.grad)
+
+
+def test_state_beside_state_counts_and_no_parameter_does():
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    optimizer = OwnLists(model.parameters())
+    assert existing_state_bytes(optimizer) == 0
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    assert existing_state_bytes(optimizer) == existing_state_bytes(OptimizerGroup([optimizer]))
+    assert existing_state_bytes(optimizer) == sum(in_blocks(p.nbytes, p.device.type) for p in model.parameters())

@@ -24,6 +24,7 @@ from lowtide.hollow.optimizer import (
     parts_of,
 )
 from lowtide.step import optimizer_steps
+from lowtide.step.operators import tensors_in
 from lowtide.step.optimizer_group import OptimizerGroup
 
 NAMED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -38,6 +39,7 @@ NAMED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd_momentum": (torch.optim.SGD, {"momentum": 0.9}),
 }
 _MOST_NESTED = 6  # containers and objects in one another
+_NO_STATE = frozenset({"state", "param_groups", "defaults"})  # attributes that are looked at by themselves, or not
 _PLAIN = (int, float, str, bytes, type(None), type, torch.dtype, torch.device, torch.Generator, nn.Module)
 # What rehearsals have found in this process, by optimizer: a rehearsal takes as long as a step's Python, and every
 # watched step asks.
@@ -135,10 +137,17 @@ def existing_state_bytes(optimizer: Any, device: torch.device | None = None) -> 
 
 
 def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors of an optimizer's state, wrappers and objects (GaLore's projectors) are opened."""
+    """The plain tensors of an optimizer's state, wrappers and objects (GaLore's projectors) are opened.
+
+    Those too that it keeps in attributes of its own, in lists or by themselves.
+    """
     state = getattr(optimizer, "state", None)
     for kept in list(state.values()) if isinstance(state, dict) else ():
         yield from _tensors_of(kept)
+    for each in optimizer.optimizers if isinstance(optimizer, OptimizerGroup) else (optimizer,):
+        for name, value in list(getattr(each, "__dict__", {}).items()):
+            if name not in _NO_STATE:
+                yield from _tensors_of([t for t in tensors_in(value) if not isinstance(t, nn.Parameter)])
 
 
 def _tensors_of(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
