@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.compiled.compiled_model import check_devices
 
 TESTS = Path(__file__).parents[1]
 
@@ -70,9 +71,6 @@ def test_cuda_graphs_are_refused_by_name_before_anything_runs(cuda):
 
 
 def test_a_model_on_several_devices_is_refused(cuda):
-    model = nn.Sequential(Layer().to(cuda), Layer().to(cuda))
-    if torch.cuda.device_count() < 2:
-        pytest.skip("there is one device")
-    model[1].to("cuda:1")
     with pytest.raises(lowtide.UnsupportedModelError, match="lies on cuda:0, cuda:1"):
-        lowtide.compile(model, budget="50%")
+        check_devices([torch.device("cuda", index) for index in range(2)])
+    check_devices([cuda, torch.device("cpu")])

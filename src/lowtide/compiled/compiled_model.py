@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -422,7 +422,7 @@ def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     outer = [""] if "" in found else [n for n in found if not any(n.startswith(f"{other}.") for other in found)]
     if not outer:
         raise UnsupportedModelError(f"there is nothing to compile in the {type(model).__name__}: {way_out}")
-    _check_devices(model)
+    check_devices(t.device for t in [*model.parameters(), *model.buffers()])
     for name in outer:
         if any(is_compiled(m) for m in modules[name].modules()):
             raise UnsupportedModelError(
@@ -435,10 +435,11 @@ def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     return outer
 
 
-def _check_devices(model: nn.Module) -> None:
+def check_devices(of_tensors: Iterable[torch.device]) -> None:
+    """Whether a model whose tensors lie there can be planned. Raises: UnsupportedModelError."""
     from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
 
-    devices = {t.device for t in [*model.parameters(), *model.buffers()]}
+    devices = set(of_tensors)
     if len(found := sorted(str(d) for d in devices if is_accelerator(d))) > 1:
         raise UnsupportedModelError(
             f"the model lies on {', '.join(found)}. lowtide.compile plans for the memory of one device. Compile the "
