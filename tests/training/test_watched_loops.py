@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
+from lowtide.step.seam import hooks_of_ours_are_on
 
 RESIDENT_BYTES = 6 * (64 * 64 + 64) * 4
 
@@ -378,3 +379,21 @@ def test_a_model_that_is_checkpointed_inside_is_watched_beside_another_fit():
             del loss, losses
         assert fit.status().steps == beside.status().steps == 3
         assert not any("did not see" in reason for f in (fit, beside) for reason in f.status().reasons)
+
+
+def test_a_step_whose_graph_is_still_held_is_away_while_plans_are_verified():
+    """A collective's thread may hold a loss when its backward has returned."""
+    model = Layered()
+    found = []
+
+    def step(model, batch):
+        found.append(hooks_of_ours_are_on())
+        return model(batch).square().mean()
+
+    with lowtide.fit(model, batch_of(), budget="60%", step=step) as fit:
+        loss = step(model, batch_of(rows=384))  # not planned: watched
+        loss.backward(retain_graph=True)
+        found.clear()
+        proof = fit.verify(batch_of(), rounds=0)
+
+    assert proof.equal and found[0] is False, "the plain step ran under the watch of the last one"

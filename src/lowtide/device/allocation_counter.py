@@ -136,7 +136,7 @@ class AllocationWindow:
         return self._left or 0
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():
+        if sys is not None and not sys.is_finalizing():  # None: a module's names are gone before what it made
             self.close()
 
 

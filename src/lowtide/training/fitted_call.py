@@ -173,10 +173,11 @@ class FittedCall:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward passes inside are none of the training's."""
+        """What runs inside is none of the training's, also where something still holds the last step's graph."""
         before, self._paused = self._paused, True
         try:
-            yield
+            with self._lifecycle.seams.suspended(self._step.seams):
+                yield
         finally:
             self._paused = before
 
