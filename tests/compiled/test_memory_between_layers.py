@@ -41,7 +41,7 @@ MEMORY = VariantMemory(
 def watched(layers=3):
     weight = nn.Parameter(torch.ones(8 * KIB))
     weight.grad = torch.zeros_like(weight)
-    watch = MemoryBetweenLayers([weight], CPU)
+    watch = MemoryBetweenLayers(CPU)
     rows = [weight * 1.0]  # none of which goes while a layer runs
     for i in range(layers):
         watch.enter_forward(str(i), rows[-1:])
@@ -79,7 +79,7 @@ def test_what_layers_store_is_left_out_and_gradients_held_for_the_hooks_too():
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_step_without_backward_is_not_complete_and_leaves_nothing_on():
-    watch = MemoryBetweenLayers([], CPU)
+    watch = MemoryBetweenLayers(CPU)
     watch.enter_forward("a", [])
     watch.stop()
 
@@ -90,7 +90,7 @@ def test_a_step_without_backward_is_not_complete_and_leaves_nothing_on():
 @pytest.mark.usefixtures("one_thread")
 def test_a_backward_after_the_end_of_the_watch_is_not_counted():
     weight = nn.Parameter(torch.ones(8))
-    watch = MemoryBetweenLayers([weight], CPU)
+    watch = MemoryBetweenLayers(CPU)
     watch.enter_forward("a", [])
     x = CompiledFunctionLike.apply(weight * 1.0)
     watch.leave_forward("a", object(), MEMORY, [x], x.grad_fn, compiled_now=False)

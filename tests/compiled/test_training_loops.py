@@ -12,9 +12,13 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.compiled import captured_layer, compiled_model, layer_calls
-from lowtide.compiled.counted_peaks import CountedStep
+from lowtide.compiled.compiled_plan import CompiledPlan
+from lowtide.compiled.counted_steps import CountedStep, CountedSteps
 from lowtide.compiled.generated_code import UnreadableCodeError
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.step.batches import Call
+from lowtide.training.budget import StepBudget
+from lowtide.training.notices import Notices
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,6 +44,14 @@ def test_a_budget_holds_as_read_and_gradients_are_those_of_plain_compiled_layers
     measured = compiled.plan.resident_bytes + peak_bytes(lambda: compiled(IDS).backward())
     assert measured <= compiled.plan.predicted_peak_bytes <= compiled.plan.budget_bytes
     assert compiled.plan.predicted_peak_bytes == pytest.approx(measured, rel=0.005)
+    status = compiled.status()
+    assert (status.steps, status.planned_steps, status.calls, status.plans) == (3, 2, 3, 1) and status.in_force
+    assert status.budget_bytes == compiled.plan.budget_bytes and status.over_budget_steps == 0
+    above = measured - compiled.plan.resident_bytes  # of which AdamW's state is not there yet
+    assert status.last_peak_bytes == pytest.approx(2 * parameter_bytes + IDS.nbytes + above, abs=256)
+    report = compiled.report()
+    assert report.startswith("The plan is in force: 2 of 3 steps") and "blocks.*" in report
+    assert "inside of compiled layers" in report and "warnings" not in report
 
     plain = Decoder(layers=2)
     plain.load_state_dict(model.state_dict())
@@ -50,6 +62,44 @@ def test_a_budget_holds_as_read_and_gradients_are_those_of_plain_compiled_layers
     with pytest.warns(UserWarning, match="several calls of the model ran before one backward"):
         (compiled(IDS) + compiled(IDS.flip(0))).backward()
     assert compiled.plan is None and "more than its budget" in compiled.reason
+
+
+@pytest.mark.slow
+def test_gradients_count_from_where_backward_makes_them():
+    """Of two micro-batches the first makes them, the second adds to them: each has its own plan."""
+    torch.manual_seed(0)
+    model = Decoder(layers=2, width=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = lowtide.compile(model, budget="85%")
+    found = []
+    for _ in range(3):
+        for _ in range(2):
+            compiled(IDS).backward()
+            found.append((compiled.status(), compiled.plan))
+        optimizer.step()
+        optimizer.zero_grad()
+    planned = [(status.last_peak_bytes, plan.predicted_peak_bytes) for status, plan in found[2:]]
+
+    assert all(abs(counted - predicted) < 1024 for counted, predicted in planned)
+    assert planned[0][1] + sum(p.nbytes for p in model.parameters()) // 2 < planned[1][1], (
+        "gradients that are not there"
+    )
+    assert [status.why_not for status, _ in found[:2]] == ["the last step was watched, to plan the next"] * 2
+    assert compiled.status().planned_steps == 4 and compiled.status().plans == 2
+
+
+@pytest.mark.slow
+def test_the_state_of_an_optimizer_that_nobody_passed_is_in_the_plan():
+    model = decoder(layers=2)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    compiled = lowtide.compile(model, budget="60%")
+    step_of(compiled, model)
+    optimizer.step()
+    step_of(compiled, model)
+
+    state_bytes = sum(t.nbytes for kept in optimizer.state.values() for t in kept.values())
+    there = sum(2 * p.nbytes for p in model.parameters()) + IDS.nbytes
+    assert compiled.plan.resident_bytes == pytest.approx(there + state_bytes, abs=256)
 
 
 def test_a_plan_of_compiled_layers_is_a_plan(tmp_path):
@@ -411,8 +461,8 @@ def test_a_step_that_takes_more_than_its_budget_is_told_and_planned_again_with_t
     (shapes,) = compiled._plans
     over = CountedStep(shapes, plan, plan.budget_bytes + 4096)
     found = iter([over])
-    monkeypatch.setattr(compiled._peaks, "take", lambda: next(found, None))
-    with pytest.warns(UserWarning, match="4.00 KiB more than its budget, by the allocator's count"):
+    monkeypatch.setattr(compiled._counted, "take", lambda: next(found, None))
+    with pytest.warns(UserWarning, match="4.00 KiB more than the budget, by the allocator's count"):
         step_of(compiled, model)
 
     again = compiled.plan
@@ -420,3 +470,20 @@ def test_a_step_that_takes_more_than_its_budget_is_told_and_planned_again_with_t
     assert again.margin_bytes == over.peak_bytes - plan.predicted_peak_bytes
     assert again.predicted_peak_bytes <= again.budget_bytes
     assert equal(step_of(compiled, model), reference(layers=2))
+
+
+def test_one_step_alone_that_takes_more_than_its_budget_may_be_chance():
+    memory = StepBudget(nn.Linear(1, 1), "100%")
+    steps = CountedSteps(memory, Notices())
+    plan, peaks = object.__new__(CompiledPlan), iter([10, 30, 20])
+    object.__setattr__(plan, "budget_bytes", 15)
+    steps._peak.end = lambda: next(peaks)
+    found = []
+    for _ in range(3):
+        steps.begin(nn.Linear(1, 1), Call((), {}), "", plan, budget_bytes=None, why_not="")
+        steps.reach()
+        steps.after_backward((), None, retains=False, creates=False)
+        found.append((judged := steps.take()) and judged.peak_bytes)
+
+    assert found == [None, 10, 20]
+    assert (steps.counters.steps, steps.counters.over_budget_steps, steps.counters.excess_bytes) == (3, 2, 15)

@@ -95,7 +95,7 @@ time bound         no plan within the budget is under 114.0 ms; gap 0.44%
 storages           save 2 (22.00 MiB), recompute 2 (22.00 MiB)
 for replays alone  save 2 (8.00 MiB)
 before the step    100.00 MiB
-taped              the model's own calls; what runs outside them is saved
+planned            the model's own calls; what runs outside them is saved
 proof              2 of 2 dropped ops ran twice and gave the same bits
 against plain      loss, gradients and buffers bitwise equal, in a rehearsal
 drift              0 ops not as planned, 1 unknown to the plan, in 7 steps of 1 input shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,24 +18,30 @@ from torch import nn
 from lowtide.compiled.captured_layer import device_of
 from lowtide.compiled.choice import called
 from lowtide.compiled.compiled_plan import CompiledPlan
-from lowtide.compiled.counted_peaks import CountedPeaks
+from lowtide.compiled.counted_steps import CountedSteps
 from lowtide.compiled.layer_calls import LayerCall, LayerKind, Session
 from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, is_of
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import StepPlanner
+from lowtide.device import allocation_counter
 from lowtide.device.names import autocast_types, is_accelerator
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
 from lowtide.pytorch_internals import COMPILED, is_unchecked, why_unchecked
+from lowtide.reports.terminal import fit_report
 from lowtide.step import backward_entry
 from lowtide.step.batches import Call, batch_tensors
 from lowtide.step.module_calls import is_compiled, never_compiled
-from lowtide.tracing.optimizer_state import existing_state_bytes, optimizer_bytes
+from lowtide.tracing.optimizer_state import UnknownStateError, optimizer_bytes
 from lowtide.tracing.tracer import resident_bytes
+from lowtide.training.budget import StepBudget
 from lowtide.training.existing_checkpointing import ExistingCheckpointing
+from lowtide.training.notices import Notices
+from lowtide.training.status import Status
 from lowtide.units import format_bytes, parse_budget
 
 _MOST_CORRECTIONS = 3
 _EXACT = 1e-3  # of what a step takes: so far apart may prediction and count be
+_WATCHED = "the last step was watched, to plan the next"
 _RECOMPILE_LIMIT = 256  # of Dynamo, for one code object: layers of all kinds and shapes share one
 
 
@@ -57,7 +64,7 @@ def compile(  # torch's word for it
             beyond what lives throughout; None: compile as PyTorch does.
         layers: Patterns of module paths (``"model.layers.*"``) instead of the repeated modules that are found;
             ``["*"]`` is the model as one graph.
-        optimizer: Its state counts as resident.
+        optimizer: Its state counts as resident from the first step on. One that nobody passes is found when it steps.
         round_as_eager: Compile with Inductor's ``emulate_precision_casts``. In bfloat16 and float16 a fused kernel
             keeps more digits than the memory between two kernels, so variants seldom have the bits of the plain layer,
             and are left out. With this all round alike; gradients are those of layers compiled with that setting.
@@ -75,7 +82,7 @@ class CompiledModel(nn.Module):
     """A model whose layers run compiled; attributes, parameters and state dict are those of the model.
 
     Attributes:
-        plan: Of the shapes that were planned last; None before the first step has ended.
+        plan: Of the last step that ran under one, or what was planned since; None before the first step has ended.
         reason: Why the last step without a plan has led to none, or no step gets one; "" where it has.
     """
 
@@ -97,7 +104,7 @@ class CompiledModel(nn.Module):
         self.training = model.training
         self._planners: dict[str, StepPlanner] = {}
         self._plans: dict[str, CompiledPlan] = {}
-        self._pending: tuple[str, MemoryBetweenLayers, int] | None = None
+        self._pending: tuple[str, MemoryBetweenLayers, int, int] | None = None
         self._last_plan: CompiledPlan | None = None
         self._unplanned: set[str] = set()  # input shapes that no plan holds for: each layer runs its leanest
         self._num_calls = 0
@@ -105,8 +112,16 @@ class CompiledModel(nn.Module):
         self._softmaxes = SoftmaxGradients(partial(is_of, session))
         self._held_bytes: dict[str, int] = {}  # by input shapes: gradients not written over when the step was watched
         self._is_unchecked, self.reason = is_unchecked(COMPILED), why_unchecked(COMPILED)
-        self._peaks, self._num_corrections = CountedPeaks(), 0
-        forget = [] if self._is_unchecked else [backward_entry.observe(o) for o in (self._softmaxes, self._peaks)]
+        self._notices = Notices()
+        # What is there beside the layers' own: of the budget it is asked nothing.
+        self._memory = StepBudget(model, "100%", optimizer)
+        self._counted, self._num_corrections, self._planning_s = CountedSteps(self._memory, self._notices), 0, 0.0
+        forget = [self._memory.optimizers.observe(), backward_entry.observe(self._counted)]
+        if self._is_unchecked:
+            self._notices.note(self.reason)
+        else:
+            forget.append(backward_entry.observe(self._softmaxes))
+            allocation_counter.prepare()
         self._forget: Callable[[], Any] = lambda: [one() for one in forget]
         kinds: dict[type, LayerKind] = {}
         self._calls: dict[str, LayerCall] = {}
@@ -141,7 +156,7 @@ class CompiledModel(nn.Module):
         """
         parsed = _parsed(budget)
         self._end_watch()
-        plans = {shapes: planner.plan(parsed) for shapes, planner in self._planners.items()}
+        plans = {shapes: self._plan_for(shapes, parsed) for shapes in self._planners}
         self._budget, self._plans = parsed, plans  # not before all fit
         self._unplanned -= plans.keys()
         self._last_plan = next(reversed(plans.values()), None)
@@ -160,6 +175,32 @@ class CompiledModel(nn.Module):
             )
         self._unplanned.discard(made_for[0])
         self._last_plan = self._plans[made_for[0]] = plan
+
+    def status(self) -> Status:
+        """What really ran so far, as ``Fit.status``; peaks are the allocator's. Nobody waits for a device."""
+        counters = self._counted.counters
+        known = self._last_plan.budget_bytes if self._last_plan is not None else self._budget
+        return Status.of(
+            counters,
+            why_not=counters.why_not_planned if self._calls else "the model was taken apart by remove()",
+            budget_bytes=known if isinstance(known, int) else None,
+            shapes=len(self._last_calls),
+            plans=len(self._plans),
+            planning_s=self._planning_s,
+            reasons=self._notices.lines,
+        )
+
+    def report(self) -> str:
+        """What really ran, and what the plan used last decided and predicts; at most 100 columns.
+
+        Raises:
+            BudgetInfeasibleError: as ``plan``.
+        """
+        plan, headline = self.plan, self.status().headline
+        if plan is None:
+            return str(self.status())
+        left_out = [f"left out: {reason}" for reason in plan.refused]
+        return f"{headline}\n\n{fit_report(plan, warnings=[*left_out, *self._notices.lines])}"
 
     def remove(self) -> None:
         """Have the model as it was before ``compile``."""
@@ -183,9 +224,6 @@ class CompiledModel(nn.Module):
         session: Session = self._session
         if not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
-        if self._is_unchecked:
-            with _many_shapes():
-                return self._model(*args, **kwargs)
         self._plan_watched()
         self._keep_budget()
         self._find_held_gradients()
@@ -193,9 +231,14 @@ class CompiledModel(nn.Module):
         self._num_calls += 1
         self._last_calls[shapes] = self._num_calls
         plan = self._plans.get(shapes)
+        self._last_plan = plan or self._last_plan
         session.not_as_planned, session.training = "", session.training or bool(self._plans)
-        if plan is not None:
-            self._peaks.begin(shapes, plan, self._device)
+        self._count(shapes, plan, Call(args, kwargs))
+        if self._is_unchecked:
+            with _many_shapes():
+                outputs = self._model(*args, **kwargs)
+            self._follow_backward(shapes, outputs)
+            return outputs
         with _many_shapes():
             if plan is None and shapes not in self._unplanned:
                 outputs = self._watched(shapes, args, kwargs)
@@ -204,13 +247,31 @@ class CompiledModel(nn.Module):
                 session.shapes = {} if plan is None else self._planners[shapes].shapes
                 outputs = self._model(*args, **kwargs)
         if session.not_as_planned:
+            self._counted.leave_plan(session.not_as_planned)
             self._lose_plan(shapes, session.not_as_planned)
-        self._find_late_backward(shapes, outputs)
+        self._follow_backward(shapes, outputs)
         return outputs
 
+    def _count(self, shapes: str, plan: CompiledPlan | None, call: Call) -> None:
+        """A step begins."""
+        is_watched = plan is None and shapes not in self._unplanned and not self._is_unchecked
+        known = self._last_plan.budget_bytes if self._last_plan is not None else self._budget
+        self._counted.begin(
+            self._model, call, shapes, plan, budget_bytes=known if isinstance(known, int) else None,
+            why_not="" if plan is not None else _WATCHED if is_watched else self.reason,
+        )  # fmt: skip
+
+    def _plan_for(self, shapes: str, budget: int | float | None) -> CompiledPlan:
+        """Raises: BudgetInfeasibleError."""
+        began_s = time.perf_counter()
+        try:
+            return self._planners[shapes].plan(budget)
+        finally:
+            self._planning_s += time.perf_counter() - began_s
+
     def _keep_budget(self) -> None:
-        """Plan again where the first step under a plan took more than the budget, by the allocator's own count."""
-        step = self._peaks.take()
+        """Plan again where steps under a plan take more than the budget, by the allocator's own count."""
+        step = self._counted.take()
         if step is None or step.plan.budget_bytes is None or self._plans.get(step.shapes) is not step.plan:
             return
         over = step.peak_bytes - step.plan.budget_bytes
@@ -220,14 +281,13 @@ class CompiledModel(nn.Module):
             return
         self._num_corrections += 1
         self._tell(
-            f"a step took {format_bytes(more)} more than its plan predicts and {format_bytes(over)} more than its "
+            f"steps took {format_bytes(more)} more than their plan predicts and {format_bytes(over)} more than the "
             "budget, by the allocator's count; it is planned again with that margin. Segments that do not grow take "
-            "more (PYTORCH_ALLOC_CONF=expandable_segments:True), and an optimizer that lowtide.compile was not given"
+            "more (PYTORCH_ALLOC_CONF=expandable_segments:True)"
         )
-        planner = self._planners[step.shapes]
-        planner.add_margin(more)
+        self._planners[step.shapes].add_margin(more)
         try:
-            self._last_plan = self._plans[step.shapes] = planner.plan(step.plan.budget_bytes)
+            self._last_plan = self._plans[step.shapes] = self._plan_for(step.shapes, step.plan.budget_bytes)
         except BudgetInfeasibleError as error:
             first = str(error).splitlines()[0].rstrip(".")
             self._tell(f"{first}, by the allocator's count. The plan that there is stays in force")
@@ -242,14 +302,17 @@ class CompiledModel(nn.Module):
                 "nothing held when the step was watched. It is not written over: a step may take that more than planned"
             )
 
-    def _find_late_backward(self, shapes: str, outputs: Any) -> None:
-        """A backward after the next call has begun: more than one call is alive at once, which no plan counts."""
+    def _follow_backward(self, shapes: str, outputs: Any) -> None:
+        """Note the backward of this call. One that comes after the next call has begun is told: no plan counts both."""
         number, model = self._num_calls, weakref.ref(self)
 
         @never_compiled
         def begun(gradient: Any) -> None:
             compiled = model()
-            if compiled is None or compiled._num_calls == number:
+            if compiled is None:
+                return
+            compiled._counted.reach()
+            if compiled._num_calls == number or compiled._is_unchecked:
                 return
             alive = {shapes, *(other for other, last in compiled._last_calls.items() if last > number)}
             for one in alive - (compiled._unplanned - compiled._planners.keys()):
@@ -277,13 +340,14 @@ class CompiledModel(nn.Module):
     def _tell(self, why: str) -> None:
         if self.reason != why:
             warnings.warn(f"lowtide.compile: {why.rstrip('.')}.", stacklevel=4)
+            self._notices.note(why.rstrip("."))
         self.reason = why
 
     def _watched(self, shapes: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         session: Session = self._session
-        resident = self._resident_bytes(Call(args, kwargs))
-        watch = MemoryBetweenLayers(self._model.parameters(), self._device)
-        self._pending = shapes, watch, resident
+        resident, state = self._resident_bytes(Call(args, kwargs))
+        watch = MemoryBetweenLayers(self._device)
+        self._pending = shapes, watch, resident, state
         session.variants, session.shapes, session.watch = {}, {}, watch
         try:
             return self._model(*args, **kwargs)
@@ -303,7 +367,7 @@ class CompiledModel(nn.Module):
         self._end_watch()
         for shapes in [s for s in self._planners if s not in self._plans and s not in self._unplanned]:
             try:
-                self._last_plan = self._plans[shapes] = self._planners[shapes].plan(self._budget)
+                self._last_plan = self._plans[shapes] = self._plan_for(shapes, self._budget)
             except BudgetInfeasibleError as error:
                 if not self._plans:
                     raise
@@ -315,7 +379,7 @@ class CompiledModel(nn.Module):
         """Make a planner of the step that was watched, if it has ended."""
         if self._pending is None:
             return
-        shapes, watch, resident = self._pending
+        shapes, watch, resident, state = self._pending
         watch.stop()
         self._pending = None
         if watch.failed or not watch.complete or not watch.shapes:
@@ -324,18 +388,22 @@ class CompiledModel(nn.Module):
             return  # the next call is watched
         self.reason = ""
         self._held_bytes[shapes] = self._softmaxes.held_bytes
+        resident += max(0, self._memory.state_bytes() - state)  # of an optimizer that nobody knew of before it stepped
         self._planners[shapes] = StepPlanner(
             watch.moments, watch.shapes, resident, margin_bytes=watch.off_bytes, handed_on=watch.handed_on
         )
 
-    def _resident_bytes(self, call: Call) -> int:
-        trained = {name for name, p in self._model.named_parameters() if p.requires_grad}
-        state = existing = 0
-        if self._optimizer is not None:
-            existing = existing_state_bytes(self._optimizer, self._device)
-            state, _ = optimizer_bytes(self._optimizer, [p for p in self._model.parameters() if p.requires_grad])
+    def _resident_bytes(self, call: Call) -> tuple[int, int]:
+        """What lives through the whole step, and the optimizer's state in it."""
+        there = {name for name, p in self._model.named_parameters() if p.grad is not None}
+        optimizer, existing = self._memory.optimizers.all(), self._memory.state_bytes()
+        try:
+            state, _ = optimizer_bytes(optimizer, [p for p in self._model.parameters() if p.requires_grad])
+        except UnknownStateError as error:  # what it keeps counts once it is there
+            state = existing
+            self._notices.note(str(error).splitlines()[0].rstrip("."))
         gc.collect()  # what is garbage would count
-        return state + sum(resident_bytes(self._model, call, self._device, trained, existing).values())
+        return state + sum(resident_bytes(self._model, call, self._device, there, existing).values()), state
 
     @property
     def _device(self) -> torch.device:
@@ -392,7 +460,8 @@ def _shapes_of(args: tuple, kwargs: dict[str, Any], model: nn.Module) -> str:
     """What distinguishes steps that have plans of their own: tensors, names and flags, no other values."""
     enabled = [kind for kind in autocast_types() if torch.is_autocast_enabled(kind)]
     autocast = " ".join(f"{kind} {torch.get_autocast_dtype(kind)}" for kind in enabled)
-    trained = "".join("01"[p.requires_grad] for p in model.parameters())
+    # Whether there is a gradient already: backward makes it, or adds to it.
+    trained = "".join("012"[p.requires_grad * (1 + (p.grad is not None))] for p in model.parameters())
     specs = [_spec_of(args), _spec_of(kwargs)]
     return " ".join([*specs, f"training={model.training}", f"autocast={autocast}", f"trained={trained}"])
 

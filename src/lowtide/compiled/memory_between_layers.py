@@ -4,7 +4,8 @@ The step is cut at the beginning and the end of every layer's forward and backwa
 events are counted. What layers themselves take is known from their code, so it is not measured: the first call of a
 layer compiles it, which would be counted too. Where it could be counted, the difference to the code is kept.
 
-Gradients that did not exist before the step count as allocated beforehand: later steps have them.
+Gradients that the step makes are among what lives from the moment that they come. Where there were some before the
+step, what comes in is added to them and goes.
 """
 
 import math
@@ -24,7 +25,6 @@ from lowtide.device.names import is_accelerator
 from lowtide.measurement.allocator import measuring
 from lowtide.step import backward_entry
 from lowtide.step.node_hooks import call_around
-from lowtide.step.subclasses import plain_tensors
 
 _OWNER = "lowtide: compiled layer of"  # in a node's metadata
 
@@ -33,7 +33,6 @@ class MemoryBetweenLayers:
     """Follows one step; ``moments`` is what ``choice`` needs.
 
     Args:
-        parameters: Those of the model.
         device: Whose memory.
 
     Attributes:
@@ -43,15 +42,14 @@ class MemoryBetweenLayers:
             fault of the code: the last layer that holds an input of many frees it.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._without_gradient = [p for p in parameters if p.requires_grad and p.grad is None]
         self.moments: list[Moment] = []
         self.complete, self.failed, self.off_bytes = False, "", 0
         self.handed_on: set[str] = set()  # layers all of whose outputs are inputs of others
         self._returned: dict[str, set[int]] = {}
         self.shapes: dict[str, Any] = {}  # what ran, by layer, in the order of the first calls
-        self._live = self._granted = self._held = 0
+        self._live = self._held = 0
         self._open: Counter[str] = Counter()
         self._stored = 0  # bytes, of the layers that are open
         self._roots: list[Any] = []  # nodes where the backward that runs began
@@ -77,16 +75,10 @@ class MemoryBetweenLayers:
 
     def _between_ends(self) -> None:
         peak, left = self._cut()
-        # Gradients that come in here count as passing: in later steps they are added to those that are there.
-        before = self._live - self._stored - self._granted - self._held
+        before = self._live - self._stored - self._held
         self._held = 0
         self.moments.append(Moment(BETWEEN, "", before, peak, dict(self._open)))
         self._live += left
-        self._granted = self._new_gradients()
-
-    def _new_gradients(self) -> int:
-        gradients = plain_tensors(*(p.grad for p in self._without_gradient if p.grad is not None))
-        return sum(self._in_blocks(gradient.nbytes) for gradient in gradients)
 
     def _in_blocks(self, size: int) -> int:
         return in_blocks(size, self._device.type)
@@ -129,7 +121,7 @@ class MemoryBetweenLayers:
             zeros = sum(map(self._in_blocks, _zeros_bytes(node, gradients)))
             # The code frees what it is given, but the caller of backward still holds that.
             held = sum(self._in_blocks(g.nbytes) for g in gradients if g is not None) if node in self._roots else 0
-            live = self._live - self._stored - self._granted + zeros + held
+            live = self._live - self._stored + zeros + held
             self.moments.append(Moment(BACKWARD, layer, live, 0, +self._open))
             self._begun = True
             self._start()

@@ -356,6 +356,7 @@ class StepPlanner:
             plain_step_ms=plain_ms,
             bound_ms=None,
             status="feasible",
+            region="layers",
             solve_s=time.perf_counter() - start_s,
             device=self._distinct[0].captured.device.type,
             evidence=evidence_of(moment),

@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plan import ALLOCATED, SAVE, Plan
+from lowtide.plan import ALLOCATED, COMPILED, SAVE, Plan
 from lowtide.reports.breakdown import BREAKDOWNS, attention_scores
 from lowtide.reports.what_binds import help_sentences, peak_sentences
 from lowtide.units import format_bytes
 from lowtide.verifier import Verification
 
 _WIDE_GAP = 0.01  # a plan this near its bound needs no warning that it may not be the fastest
-_TAPED = {
+_PLANNED = {
     "model": "the model's own calls; what runs outside them is saved",
     "step": "the whole step, the loss outside the model too",
+    "layers": "inside of compiled layers; what runs between them is saved",
 }
 
 
@@ -84,7 +85,7 @@ def facts(
         rows.append(("optimizer.step()", moment))
     if opaque := plan.opaque_calls():
         rows.append(("opaque calls", opaque.removeprefix("opaque calls ")))
-    rows.append(("taped", _TAPED.get(plan.region, plan.region)))
+    rows.append(("planned", _PLANNED.get(plan.region, plan.region)))
     tape = counts or verification
     if tape is not None:
         proven = f"{tape.proven_ops} of {tape.dropped_ops} dropped ops ran twice and gave the same bits"
@@ -123,7 +124,7 @@ def warnings(plan: Plan, verification: Verification | None = None, counts: Train
     """What a user should know before trusting the numbers, each with the way out; empty when all is well."""
     found = []
     # "feasible" alone is no warning: the gap, beside it in every report, says what it may cost.
-    if plan.status == "feasible" and not plan.gap <= _WIDE_GAP:
+    if plan.status == "feasible" and plan.method != COMPILED and not plan.gap <= _WIDE_GAP:
         found.append(
             "The solver stopped before it had a proof: the plan holds the budget, the gap says what it may cost."
         )

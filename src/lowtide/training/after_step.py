@@ -14,25 +14,15 @@ def status_of(lifecycle: Lifecycle, budget: StepBudget, reasons: Notices, *, is_
     lifecycle.recorded.request_plans()
     counters, plans_by_shape = lifecycle.counters, lifecycle.plans_by_shape
     why_not = "the fit was removed" if is_removed else counters.why_not_planned
-    return Status(
-        in_force=not why_not,
+    return Status.of(
+        counters,
         why_not=why_not,
-        steps=counters.steps,
-        planned_steps=counters.planned_steps,
-        calls=counters.calls,
-        planned_calls=counters.planned_calls,
-        observed_peak_bytes=counters.observed_peak_bytes,
         budget_bytes=budget.told_bytes,
         shapes=len({shape.without_gradients() for shape in plans_by_shape.seen}),
         plans=len(plans_by_shape.plans),
         planning_s=plans_by_shape.planning_s,
-        reasons=tuple(reasons.lines),
+        reasons=reasons.lines,
         opaque_calls=_opaque_calls(lifecycle),
-        last_peak_bytes=counters.last_peak_bytes,
-        highest_peak_bytes=None if counters.uncounted_steps else counters.observed_peak_bytes,
-        over_budget_steps=counters.over_budget_steps,
-        excess_bytes=counters.excess_bytes,
-        plan_left_steps=counters.plan_left_steps,
     )
 
 

@@ -1,5 +1,6 @@
 """What really ran: of the steps that went by, which ran under a plan, within which memory, and why others did not."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ class Status:
         plan_left_steps: Steps that ran other ops than their plan, and went on without it.
         budget_bytes: What the step may take; None as long as a percentage waits for the first step.
         shapes, plans: Shapes seen, and plans at hand.
-        planning_s: Seconds of planning, all beside training.
+        planning_s: Seconds of planning: of ``fit`` all beside training, of ``compile`` between two steps.
         opaque_calls: The share of the stored bytes that calls made which are one op, and which of them run again; ""
             where there are none.
         reasons: What you should know, one line each: what runs without a plan or is saved whole, and why.
@@ -69,6 +70,33 @@ class Status:
     excess_bytes: int = 0
     plan_left_steps: int = 0
 
+    @staticmethod
+    def of(
+        counters: Counters, *, why_not: str, budget_bytes: int | None, shapes: int, plans: int, planning_s: float,
+        reasons: Iterable[str], opaque_calls: str = "",
+    ) -> "Status":  # fmt: skip
+        """What ``counters`` have seen."""
+        return Status(
+            in_force=not why_not,
+            why_not=why_not,
+            steps=counters.steps,
+            planned_steps=counters.planned_steps,
+            calls=counters.calls,
+            planned_calls=counters.planned_calls,
+            observed_peak_bytes=counters.observed_peak_bytes,
+            budget_bytes=budget_bytes,
+            shapes=shapes,
+            plans=plans,
+            planning_s=planning_s,
+            reasons=tuple(reasons),
+            opaque_calls=opaque_calls,
+            last_peak_bytes=counters.last_peak_bytes,
+            highest_peak_bytes=None if counters.uncounted_steps else counters.observed_peak_bytes,
+            over_budget_steps=counters.over_budget_steps,
+            excess_bytes=counters.excess_bytes,
+            plan_left_steps=counters.plan_left_steps,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {**asdict(self), "reasons": list(self.reasons)}
@@ -83,7 +111,7 @@ class Status:
             (f"{self.planned_steps} of {self.steps}", "steps under a plan", calls),
             (peak, "observed peak", of_what),
             (budget, "budget", "peak allocated, absolute"),
-            (str(self.plans), "plans", f"for {shapes}; {self.planning_s:.1f} s of planning beside training"),
+            (str(self.plans), "plans", f"for {shapes}; {self.planning_s:.1f} s of planning"),
         ]
         title = "The plan is in force" if self.in_force else f"Not in force: {self.why_not}"
         return card(title, tiles, notes=[line for line in (self.opaque_calls, *self.reasons) if line])
@@ -119,6 +147,4 @@ class Status:
         if self.budget_bytes and self.excess_bytes > _TOLD_SHARE * self.budget_bytes:
             steps = f"{self.over_budget_steps} step{'s' * (self.over_budget_steps > 1)}"
             text += f" {steps} took more than the budget, by {format_bytes(self.excess_bytes)} at most."
-        return (
-            f"{text} Shapes: {self.shapes}, plans: {self.plans}; planning beside training took {self.planning_s:.1f} s."
-        )
+        return f"{text} Shapes: {self.shapes}, plans: {self.plans}; planning took {self.planning_s:.1f} s."

@@ -1,13 +1,9 @@
 """Lowers a model's budget when a step runs out of memory or others take it, and reports steps that went over it."""
 
-from collections.abc import Callable
-
 from torch import nn
 
-from lowtide.device import allocation_counter
-from lowtide.device.allocation_counter import AllocationWindow
 from lowtide.device.block_size import in_blocks
-from lowtide.device.memory import PeakWindow, allocated_bytes, give_back_peak, peak_not_given_back
+from lowtide.device.memory import allocated_bytes
 from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import missing_bytes, tried_bytes
 from lowtide.options import WARN
@@ -26,16 +22,13 @@ from lowtide.training.pressure import MemoryPressure
 from lowtide.training.reserved_memory import ReservedMemory
 from lowtide.training.running_step import RunningStep
 from lowtide.training.status import Counters
+from lowtide.training.step_peak import StepPeak
 from lowtide.units import format_bytes
 
 _NOTHING_FITS = (
     "lowtide let go of all that it could, and the step does not fit in what the device has. Reduce the batch, pass a "
     "lower budget,\nor let the allocator's segments grow (PYTORCH_ALLOC_CONF=expandable_segments:True): less is lost "
     "between blocks."
-)
-_PROFILED = (
-    "steps are not counted while a profiler is active: PyTorch's allocators report to one of them. status() has the "
-    "peaks of the others"
 )
 _LEAST = "it is the least that letting go and making again could reach"
 _STATE_CHECKS = 2  # of one plan: looking at each tensor of a state takes a millisecond or more
@@ -58,16 +51,12 @@ class StepMemory:
         self._times_out_of_memory = 0
         self.excess = Excess(on_excess, budget, plans_by_shape, counters, reasons)
         self._online_cause = ""  # why the present step takes what it does, as far as it ran online
-        self._window: PeakWindow | None = None  # of the present step, on a device
-        self._allocated: AllocationWindow | None = None  # of the present step
-        self._made_bytes: Callable[[], int | None] | None = None  # what it has made and still holds
-        self._reports_all = False  # the device's allocator does to the counter, as a step has shown
+        self._peak = StepPeak(reasons)
         self._was_counted = False  # the last step
         self._has_budget = False  # the present step: no percentage that waits for it
         # Before the present step: on an accelerator all that was there, on a CPU what is known to be.
         self._start_bytes = self._parameter_bytes = 0
         self._online_bytes = 0  # what the present step took, as an online tape counts it
-        self._lost = ""  # that the user's peak statistic could not be given back, as it was told
 
     @property
     def highest_peak_bytes(self) -> int:
@@ -172,44 +161,24 @@ class StepMemory:
         self.forget_step()
         self._has_budget = self._budget.absolute_bytes is not None
         self._budget.note_limit()
-        device = self._budget.device
-        self._allocated = counter = allocation_counter.count(device)
-        beside_bytes = self._start_bytes if is_accelerator(device) else 0
-        self._made_bytes = None if counter is None else counter.reader(beside_bytes)
-        if is_accelerator(device) and not (self._allocated and self._reports_all):
-            self._window = PeakWindow(device, afresh=step is not None and step.counted_peak_bytes is None)
-        elif self._allocated is None and (why := self._why_not_counted()) is not None:
-            self._reasons.say_first("not counted", why)
+        afresh = step is not None and step.counted_peak_bytes is None
+        self._peak.begin(self._budget.device, self._start_bytes, afresh=afresh)
 
     def made_bytes(self) -> int | None:
         """What the present step has made and still holds; None where nobody counts."""
-        return None if self._made_bytes is None else self._made_bytes()
+        return None if self._peak.made_bytes is None else self._peak.made_bytes()
 
     def planned_bytes(self, step: PlannedStep) -> PlannedBytes | None:
         """What is to live in the present step, under this plan; None where nobody counts."""
-        if self._budget.is_of_reserved or not self._has_budget or self._made_bytes is None:
+        if self._budget.is_of_reserved or not self._has_budget or self._peak.made_bytes is None:
             return None
         most = max(self._budget.limit_bytes, self._plans_by_shape.allowed_bytes(step.shapes[0]))
-        step.planned_bytes.begin_step(most - step.graph.start_bytes, self._made_bytes)
+        step.planned_bytes.begin_step(most - step.graph.start_bytes, self._peak.made_bytes)
         return step.planned_bytes
-
-    def _why_not_counted(self) -> str | None:
-        """Why a step on a CPU goes by uncounted, to be told; None: the counter is still to come."""
-        if why := allocation_counter.why_missing():
-            return f"steps under a plan are not counted: {why}. status() has the peaks of steps without one"
-        return _PROFILED if allocation_counter.is_there() else None
 
     def stop_counting(self) -> None:
         """The step's ops have run: what its record needs from here on is not of the step."""
-        allocated = self._allocated
-        if allocated is None:
-            return
-        allocated.close()
-        if not (allocated.lost or allocated.is_of_host or self._reports_all):
-            # An allocator that reports nothing, or something else, is no PyTorch's.
-            self._reports_all = allocated.left_bytes == allocated_bytes(self._budget.device)
-            if not self._reports_all:
-                self._allocated = None
+        self._peak.stop()
 
     def end_step(
         self,
@@ -230,7 +199,7 @@ class StepMemory:
             spoiled: It failed, or mixes with another.
             why_no_plan: Where it ran without one.
         """
-        counted, estimated = self._counted_peak(beside_bytes), self._online_bytes or None
+        counted, estimated = self._peak.end(beside_bytes), self._online_bytes or None
         self._was_counted = counted is not None
         if ran_plan and step is not None:
             if counted is None and is_accelerator(self._budget.device):
@@ -259,45 +228,12 @@ class StepMemory:
 
     def forget_step(self) -> None:
         """What has begun is no step, or none that ends; what it took counts all the same."""
-        peak = self._counted_peak(0) or self._online_bytes
+        peak = self._peak.end() or self._online_bytes
         if peak:
             self._counters.observed_peak_bytes = max(self._counters.observed_peak_bytes or 0, peak)
             if self._online_cause:
                 self.excess.note(ONLINE, peak, self._online_cause, acts=False)
         self._online_bytes, self._online_cause = 0, ""
-
-    def _counted_peak(self, beside_bytes: int) -> int | None:
-        """What the allocator counted since the step began, what was there before included; None: nobody counted."""
-        self.stop_counting()
-        allocated, self._allocated, self._made_bytes = self._allocated, None, None
-        of_statistic = self._close_window()
-        if allocated is None:
-            return of_statistic
-        if allocated.lost:
-            self._reasons.say_first("not counted", _PROFILED)
-            return of_statistic
-        start_bytes = self._start_bytes + beside_bytes if allocated.is_of_host else 0
-        return start_bytes + allocated.peak_bytes
-
-    def _close_window(self) -> int | None:
-        window, self._window = self._window, None
-        peak = None if window is None else window.close()
-        if window is None:
-            give_back_peak(self._budget.device)
-        missing = peak_not_given_back(self._budget.device)
-        lost = ""
-        if missing is not None:
-            lost = (
-                "the device's peak statistic (max_memory_allocated) is lower than what it has counted, "
-                f"{format_bytes(missing)}: lowtide reset it to measure ops, and the allocator has given that memory "
-                "back. status() has the peaks of the steps"
-            )
-        if lost != self._lost:
-            self._reasons.withdraw(self._lost)
-            if lost:
-                self._reasons.say(lost)
-        self._lost = lost
-        return peak
 
     def _cause_under(self, step: PlannedStep, is_shared: bool) -> str:
         """Why a step under this plan took more than the plan says."""
