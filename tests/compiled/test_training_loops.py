@@ -44,13 +44,18 @@ def test_a_budget_holds_as_read_and_gradients_are_those_of_plain_compiled_layers
     measured = compiled.plan.resident_bytes + peak_bytes(lambda: compiled(IDS).backward())
     assert measured <= compiled.plan.predicted_peak_bytes <= compiled.plan.budget_bytes
     assert compiled.plan.predicted_peak_bytes == pytest.approx(measured, rel=0.005)
+    assert equal(step_of(model, model), reference(layers=2)), "as a trainer calls it"
     status = compiled.status()
-    assert (status.steps, status.planned_steps, status.calls, status.plans) == (3, 2, 3, 1) and status.in_force
+    assert (status.steps, status.planned_steps, status.calls, status.plans) == (4, 3, 4, 1) and status.in_force
     assert status.budget_bytes == compiled.plan.budget_bytes and status.over_budget_steps == 0
     above = measured - compiled.plan.resident_bytes  # of which AdamW's state is not there yet
     assert status.last_peak_bytes == pytest.approx(2 * parameter_bytes + IDS.nbytes + above, abs=256)
     report = compiled.report()
-    assert report.startswith("The plan is in force: 2 of 3 steps") and "blocks.*" in report
+    assert report.startswith("The plan is in force: 3 of 4 steps") and "blocks.*" in report
+    with pytest.raises(lowtide.UnsupportedModelError, match="has a plan already"):
+        lowtide.compile(model)
+    with pytest.raises(lowtide.LowtideError, match="is already fitted"):
+        lowtide.fit(model, budget="60%")
     assert "inside of compiled layers" in report and "warnings" not in report
 
     plain = Decoder(layers=2)

@@ -225,6 +225,32 @@ def test_the_trainers_checkpointing_is_off_meanwhile_and_ddp_is_asked_for_as_bef
 
 
 @pytest.mark.slow
+def test_layers_are_compiled_and_planned_inside(tmp_path):
+    """Two micro-batches, an evaluation between steps, and an optimizer whose state comes with its first step."""
+    settings = dict(gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=2, eval_dataset=sentences(4))
+    reference = small()
+    for layer in reference.model.layers:
+        layer.compile(fullgraph=True, dynamic=False)
+    plain = train(reference, tmp_path, optim="adamw_torch", **settings)
+    model, callback = small(), LowtideCallback("80%", compile=True)
+    ours = train(model, tmp_path, callback, optim="adamw_torch", **settings)
+    status, plans = callback.fit.status(), callback.fit.plans
+
+    assert ours.same_as(plain)
+    assert status.planned_steps == len(ours.peaks) - 2 and status.over_budget_steps == 0
+    assert len(plans) == 2 and all(set(plan.layers.values()) != {"plain"} for plan in plans)
+    assert max(ours.peaks[2:]) < max(plain.peaks) and is_as_before(model)
+
+
+def test_a_trainer_that_compiles_the_model_itself_is_told_to_leave_one_out(tmp_path):
+    callback = LowtideCallback("80%", compile=True)
+    with pytest.raises(IntegrationError, match="Leave torch_compile out"):
+        Trainer(small(), TrainingArguments(**arguments(tmp_path), torch_compile=True), callbacks=[callback])
+    with pytest.raises(IntegrationError, match="is not offered for compiled layers"):
+        LowtideCallback(compile=True)
+
+
+@pytest.mark.slow
 def test_compiled_code_runs_as_it_is_and_that_is_told(tmp_path, caplog):
     settings = dict(torch_compile=True, torch_compile_backend="eager", compute_loss_func=outside_loss)
     plain = train(small(), tmp_path, **settings)

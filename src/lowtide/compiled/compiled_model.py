@@ -30,7 +30,7 @@ from lowtide.pytorch_internals import COMPILED, is_unchecked, why_unchecked
 from lowtide.reports.terminal import fit_report
 from lowtide.step import backward_entry
 from lowtide.step.batches import Call, batch_tensors
-from lowtide.step.module_calls import is_compiled, never_compiled
+from lowtide.step.module_calls import is_compiled, is_lowtide_call, never_compiled
 from lowtide.tracing.optimizer_state import UnknownStateError, optimizer_bytes
 from lowtide.tracing.tracer import resident_bytes
 from lowtide.training.budget import StepBudget
@@ -78,8 +78,26 @@ def compile(  # torch's word for it
     return CompiledModel(model, budget=budget, layers=layers, optimizer=optimizer, round_as_eager=round_as_eager)
 
 
+class _PlannedCall:
+    """Takes the place of the model's own call: a trainer that calls the model runs the plan, too.
+
+    Attributes:
+        before: What it took the place of; None: nothing.
+    """
+
+    lowtide = True  # how others know a model that has a plan
+
+    def __init__(self, compiled: CompiledModel, before: Callable[..., Any] | None) -> None:
+        self._compiled, self.before = compiled, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(*args, **kwargs)
+
+
 class CompiledModel(nn.Module):
     """A model whose layers run compiled; attributes, parameters and state dict are those of the model.
+
+    Calls of the model itself are calls of this.
 
     Attributes:
         plan: Of the last step that ran under one, or what was planned since; None before the first step has ended.
@@ -116,6 +134,7 @@ class CompiledModel(nn.Module):
         # What is there beside the layers' own: of the budget it is asked nothing.
         self._memory = StepBudget(model, "100%", optimizer)
         self._counted, self._num_corrections, self._planning_s = CountedSteps(self._memory, self._notices), 0, 0.0
+        self._num_states = -1  # of parameters, when the optimizer's state was looked at last
         forget = [self._memory.optimizers.observe(), backward_entry.observe(self._counted)]
         if self._is_unchecked:
             self._notices.note(self.reason)
@@ -131,6 +150,8 @@ class CompiledModel(nn.Module):
             kind = kinds.setdefault(type(module), LayerKind(session, whole=name == "", round_as_eager=round_as_eager))
             backend = "inductor" if self._is_unchecked else kind
             self._calls[name] = LayerCall(name, module, backend, session)
+        self._own_call = _PlannedCall(self, model._compiled_call_impl)
+        model._compiled_call_impl = self._own_call
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -147,6 +168,11 @@ class CompiledModel(nn.Module):
         """
         self._plan_watched()
         return self._last_plan
+
+    @property
+    def plans(self) -> tuple[CompiledPlan, ...]:
+        """Those at hand, by set of input shapes."""
+        return tuple(self._plans.values())
 
     def set_budget(self, budget: int | str | None) -> None:
         """Plan for another budget from now on; what is compiled stays, and only what is missing is compiled.
@@ -176,6 +202,15 @@ class CompiledModel(nn.Module):
         self._unplanned.discard(made_for[0])
         self._last_plan = self._plans[made_for[0]] = plan
 
+    def wait(self, timeout_s: float | None = None) -> CompiledModel:
+        """Plan now for what was watched, which the next call of the model does otherwise. It takes what it takes.
+
+        Raises:
+            BudgetInfeasibleError: as ``plan``.
+        """
+        self._plan_watched()
+        return self
+
     def status(self) -> Status:
         """What really ran so far, as ``Fit.status``; peaks are the allocator's. Nobody waits for a device."""
         counters = self._counted.counters
@@ -204,6 +239,9 @@ class CompiledModel(nn.Module):
 
     def remove(self) -> None:
         """Have the model as it was before ``compile``."""
+        model = self._model
+        if model._compiled_call_impl is self._own_call:
+            model._compiled_call_impl = self._own_call.before
         for call in self._calls.values():
             call.remove()
         self._calls.clear()
@@ -219,11 +257,14 @@ class CompiledModel(nn.Module):
         if not self._calls:
             raise PlanMismatchError("the model was taken apart by remove(). Take the model itself, or compile it anew.")
 
+    def _call_model(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._own_call.before or self._model._call_impl)(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_in_force()
         session: Session = self._session
         if not torch.is_grad_enabled():
-            return self._model(*args, **kwargs)
+            return self._call_model(*args, **kwargs)
         self._plan_watched()
         self._keep_budget()
         self._find_held_gradients()
@@ -236,7 +277,7 @@ class CompiledModel(nn.Module):
         self._count(shapes, plan, Call(args, kwargs))
         if self._is_unchecked:
             with _many_shapes():
-                outputs = self._model(*args, **kwargs)
+                outputs = self._call_model(*args, **kwargs)
             self._follow_backward(shapes, outputs)
             return outputs
         with _many_shapes():
@@ -245,7 +286,7 @@ class CompiledModel(nn.Module):
             else:
                 session.variants = {} if plan is None else plan.layers  # none: each runs its leanest
                 session.shapes = {} if plan is None else self._planners[shapes].shapes
-                outputs = self._model(*args, **kwargs)
+                outputs = self._call_model(*args, **kwargs)
         if session.not_as_planned:
             self._counted.leave_plan(session.not_as_planned)
             self._lose_plan(shapes, session.not_as_planned)
@@ -286,11 +327,24 @@ class CompiledModel(nn.Module):
             "more (PYTORCH_ALLOC_CONF=expandable_segments:True)"
         )
         self._planners[step.shapes].add_margin(more)
+        self._plan_again(step.shapes, step.plan.budget_bytes)
+
+    def _follow_state(self) -> None:
+        """Plan again where an optimizer has more state than a plan knows."""
+        num_states = len(getattr(self._memory.optimizers.all(), "state", None) or ())
+        if num_states == self._num_states:
+            return
+        self._num_states, state_bytes = num_states, self._memory.state_bytes()
+        for shapes, planner in self._planners.items():
+            if planner.add_state(state_bytes) and shapes in self._plans:
+                self._plan_again(shapes, self._budget)
+
+    def _plan_again(self, shapes: str, budget: int | float | None) -> None:
         try:
-            self._last_plan = self._plans[step.shapes] = self._plan_for(step.shapes, step.plan.budget_bytes)
+            self._last_plan = self._plans[shapes] = self._plan_for(shapes, budget)
         except BudgetInfeasibleError as error:
             first = str(error).splitlines()[0].rstrip(".")
-            self._tell(f"{first}, by the allocator's count. The plan that there is stays in force")
+            self._tell(f"{first}, by what is counted now. The plan that there is stays in force")
 
     def _find_held_gradients(self) -> None:
         """Warn of a gradient that was written over in the watched step and was held elsewhere in the last backward."""
@@ -350,7 +404,7 @@ class CompiledModel(nn.Module):
         self._pending = shapes, watch, resident, state
         session.variants, session.shapes, session.watch = {}, {}, watch
         try:
-            return self._model(*args, **kwargs)
+            return self._call_model(*args, **kwargs)
         except BaseException:
             watch.stop()
             self._pending = None
@@ -365,6 +419,7 @@ class CompiledModel(nn.Module):
             BudgetInfeasibleError: no choice fits, and there is no plan at all. Later ones end no run.
         """
         self._end_watch()
+        self._follow_state()
         for shapes in [s for s in self._planners if s not in self._plans and s not in self._unplanned]:
             try:
                 self._last_plan = self._plans[shapes] = self._plan_for(shapes, self._budget)
@@ -388,10 +443,11 @@ class CompiledModel(nn.Module):
             return  # the next call is watched
         self.reason = ""
         self._held_bytes[shapes] = self._softmaxes.held_bytes
-        resident += max(0, self._memory.state_bytes() - state)  # of an optimizer that nobody knew of before it stepped
+        self._num_states = -1
         self._planners[shapes] = StepPlanner(
-            watch.moments, watch.shapes, resident, margin_bytes=watch.off_bytes, handed_on=watch.handed_on
-        )
+            watch.moments, watch.shapes, resident, state_bytes=state, margin_bytes=watch.off_bytes,
+            handed_on=watch.handed_on,
+        )  # fmt: skip
 
     def _resident_bytes(self, call: Call) -> tuple[int, int]:
         """What lives through the whole step, and the optimizer's state in it."""
@@ -481,6 +537,11 @@ def _spec_of(value: Any) -> str:
 def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """Paths of the modules to compile, none inside another."""
     modules = dict(model.named_modules())
+    if any(is_lowtide_call(module._compiled_call_impl) for module in modules.values()):
+        raise UnsupportedModelError(
+            f"the {type(model).__name__} has a plan already, from lowtide.fit or lowtide.compile: two plans cannot "
+            "drive one model. Call remove() of that first."
+        )
     if patterns is not None:
         found = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns)]
         way_out = f"layers={list(patterns)!r} matches none of its modules."

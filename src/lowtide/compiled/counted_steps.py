@@ -22,7 +22,7 @@ from lowtide.training.step_peak import StepPeak
 
 
 class CountedStep(NamedTuple):
-    """Two steps in a row that ran under ``plan``: the lower peak in absolute bytes.
+    """The last two steps that ran under ``plan``: the lower peak in absolute bytes.
 
     One alone may err high by chance: a collective's thread frees its buffers when it comes to it.
     """
@@ -46,7 +46,7 @@ class CountedSteps:
         self._open: tuple[str, CompiledPlan | None] | None = None
         self._budget_bytes: int | None = None  # of the present step
         self._why_not_planned, self._is_reached = "", False
-        self._last: CountedStep | None = None
+        self._last: dict[str, CountedStep] = {}  # by input shapes
         self._found: CountedStep | None = None
 
     def begin(
@@ -100,8 +100,8 @@ class CountedSteps:
             counters.uncounted_steps += 1
             return
         counters.observed_peak_bytes = max(counters.observed_peak_bytes or 0, peak)
-        before, self._last = self._last, None if plan is None else CountedStep(shapes, plan, peak)
         if plan is not None:
+            before, self._last[shapes] = self._last.get(shapes), CountedStep(shapes, plan, peak)
             if before is not None and before.plan is plan:
                 self._found = CountedStep(shapes, plan, min(before.peak_bytes, peak))
             if not any(plan is one for one in self._counted):

@@ -160,7 +160,10 @@ class LayerCall:
 
     def _take_forward(self) -> None:
         self._is_sharded = True
-        self._module._compiled_call_impl = None
+        if self._module._compiled_call_impl is self:
+            self._module._compiled_call_impl = None
+        else:  # it is the model as one graph, which is called by way of the plan
+            self._module._compiled_call_impl.before = None
         self._take(self._module.forward)
         self._module.__dict__["forward"] = self
 
@@ -174,7 +177,7 @@ class LayerCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_sharded and is_sharded(self._module):
             self._take_forward()
-            return self._module(*args, **kwargs)
+            return self._module._call_impl(*args, **kwargs)
         if not torch.is_grad_enabled():
             # Uncompiled: Dynamo counts what it compiles by code, which all layers share, and past its limit would leave
             # later shapes of training uncompiled in silence.

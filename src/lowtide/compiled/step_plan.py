@@ -36,6 +36,7 @@ class StepPlanner:
         moments: Of a watched step.
         shapes: What each layer runs.
         resident_bytes: What lives through the whole step.
+        state_bytes: Of an optimizer, among these.
         margin_bytes: How far a layer's code was from the allocator in the watched step: every peak counts so much more.
         handed_on: Layers whose outputs are inputs of other layers, which hold them.
     """
@@ -46,12 +47,14 @@ class StepPlanner:
         shapes: Mapping[str, LayerShape],
         resident_bytes: int,
         *,
+        state_bytes: int = 0,
         margin_bytes: int = 0,
         handed_on: Collection[str] = (),
     ) -> None:
         self._handed_on = handed_on
         self.moments = [replace(moment, extra_bytes=moment.extra_bytes + margin_bytes) for moment in moments]
         self.shapes, self.resident_bytes, self.margin_bytes = shapes, resident_bytes, margin_bytes
+        self._state_bytes = state_bytes
         self._distinct = list(dict.fromkeys(shapes.values()))
         self.refused = [f"{v.name}: {v.refused}" for s in self._distinct for v in s.variants.values() if v.refused]
         self._unreadable = set[tuple[str, ...] | None]()
@@ -92,6 +95,13 @@ class StepPlanner:
         """Every peak counts so much more from now on: what the allocator has taken beyond a plan."""
         self.moments = [replace(moment, extra_bytes=moment.extra_bytes + more_bytes) for moment in self.moments]
         self.margin_bytes += more_bytes
+
+    def add_state(self, state_bytes: int) -> bool:
+        """An optimizer keeps so much. Whether that is more than was known: it is resident from now on."""
+        more_bytes = max(0, state_bytes - self._state_bytes)
+        self._state_bytes += more_bytes
+        self.resident_bytes += more_bytes
+        return more_bytes > 0
 
     def has_made(self, plan: CompiledPlan) -> bool:
         return any(plan is made for made in self._made)

@@ -1,9 +1,10 @@
 """The numbers of a fit that stand beside the losses, in TensorBoard, Weights & Biases, MLflow and their like."""
 
+from lowtide.compiled.compiled_model import CompiledModel
 from lowtide.training.fitted_model import Fit
 
 
-def metrics_of(fit: Fit) -> dict[str, float]:
+def metrics_of(fit: Fit | CompiledModel) -> dict[str, float]:
     """What is known so far; loggers refuse None. Bytes are absolute, as the allocator counts them."""
     status, plans = fit.status(), fit.plans
     known = {

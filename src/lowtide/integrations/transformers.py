@@ -19,6 +19,8 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.utils import logging
 
 from lowtide.api import fit as fit_model
+from lowtide.compiled.compiled_model import CompiledModel
+from lowtide.compiled.compiled_model import compile as compile_model
 from lowtide.errors import IntegrationError
 from lowtide.integrations import trl
 from lowtide.integrations.metrics import metrics_of
@@ -44,17 +46,20 @@ class LowtideCallback(TrainerCallback):
 
     Args:
         budget: See ``lowtide.fit``.
+        compile: Compile each layer and plan inside of the compiled code, by ``lowtide.compile``. Losses and gradients
+            are then those of layers that are compiled without lowtide. It takes the place of ``torch_compile``.
         **options: Of ``lowtide.fit``, except ``batch`` and ``step``: the Trainer has them. ``optimizer`` is the
-            Trainer's; with ``optimizer=None`` its state counts once it is there.
+            Trainer's; with ``optimizer=None`` its state counts once it is there. With ``compile`` those of
+            ``lowtide.compile``.
 
     Attributes:
-        fit: The ``Fit`` of the last run; None before training has begun.
+        fit: The ``Fit`` of the last run, or the ``CompiledModel``; None before training has begun.
 
     Raises:
         IntegrationError: a version or a setting that lowtide does not work with; here, or when ``train()`` is called.
     """
 
-    def __init__(self, budget: int | str = "auto", **options: Any) -> None:
+    def __init__(self, budget: int | str = "auto", *, compile: bool = False, **options: Any) -> None:
         check_version("transformers")
         check_version("accelerate")
         if taken := {"model", "batch", "step"} & options.keys():
@@ -64,19 +69,31 @@ class LowtideCallback(TrainerCallback):
                 "optimizer= is the Trainer's.\n"
                 "Leave it out, or pass optimizer=None: then its state counts once it is there."
             )
-        parse_budget(budget)  # a typing error shows here, not when training begins
-        self.fit: Fit | None = None
+        if parse_budget(budget) == "auto" and compile:  # a typing error shows here, not when training begins
+            raise IntegrationError(
+                'budget="auto" is not offered for compiled layers.\nPass bytes, "20GiB" or "40%", or leave compile out.'
+            )
+        self.fit: Fit | CompiledModel | None = None
+        self._compiles = compile
         self._budget, self._options = budget, options
         self._trainer: Callable[[], Trainer | None] = lambda: None
         self._is_announced = False
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        self._check(args)
+
+    def _check(self, args: TrainingArguments) -> None:
         _check_arguments(args)
+        if self._compiles and args.torch_compile:
+            raise IntegrationError(
+                "torch_compile=True compiles the model as a whole, and LowtideCallback(compile=True) each layer.\n"
+                "Leave torch_compile out."
+            )
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
         """Fit the model. Comes again for each batch size that is tried, and in the next ``train()``."""
         self._detach()
-        _check_arguments(args)
+        self._check(args)
         model = _called_model(self._trainer(), given["model"])
         if any(module_calls.is_lowtide_call(module._compiled_call_impl) for module in model.modules()):
             raise IntegrationError(
@@ -85,13 +102,22 @@ class LowtideCallback(TrainerCallback):
             )
         self._is_announced = False
         options = {"optimizer": checked_optimizer(given["optimizer"]), **self._options}
-        self.fit = fit_model(model, budget=self._budget, **options)
+        if self._compiles:
+            if model is not given["model"]:
+                raise IntegrationError(
+                    f"the Trainer calls a {type(model).__name__}, and plans inside of compiled layers were not tried "
+                    "there.\nLeave compile out, or train with FSDP2."
+                )
+            self.fit = compile_model(model, budget=self._budget, **options)
+        else:
+            self.fit = fit_model(model, budget=self._budget, **options)
         if not state.is_world_process_zero:
             return
         within = "what is free" if self._budget == "auto" else str(self._budget)
         _say(
             f"keeps each training step within its budget ({within}): the first steps are watched, then the tensors "
             "that cost least are recomputed. Losses and gradients stay bitwise the same"
+            + (" as of layers that PyTorch compiles" if self._compiles else "")
         )
         if module_calls.is_compiled(model):
             _say("torch_compile: compiled code runs as it is, and is saved whole (the model): only the rest is planned")
@@ -108,6 +134,7 @@ class LowtideCallback(TrainerCallback):
             return
         self._is_announced = True
         plan = fit.plan
+        assert plan is not None  # it is in force
         _say(
             f"a plan is in force: {_budget_of(fit)}, predicted peak {format_bytes(plan.predicted_peak_bytes)} (plain "
             f"{format_bytes(plan.plain_peak_bytes)}), {_overhead_of(plan)}, plans: {len(fit.plans)}"
@@ -192,7 +219,7 @@ def _called_model(trainer: Trainer | None, model: nn.Module) -> nn.Module:
     return model
 
 
-def _budget_of(fit: Fit) -> str:
+def _budget_of(fit: Fit | CompiledModel) -> str:
     budget_bytes = fit.status().budget_bytes
     return "budget not known yet" if budget_bytes is None else f"budget {format_bytes(budget_bytes)}"
 
@@ -217,7 +244,7 @@ def _detaching(train: Callable[..., Any]) -> Callable[..., Any]:
         if len(callbacks) > 1:
             raise IntegrationError(_TWICE)
         for callback in callbacks:
-            _check_arguments(self.args)
+            callback._check(self.args)
             callback._trainer = weakref.ref(self)
         try:
             return train(self, *args, **kwargs)
