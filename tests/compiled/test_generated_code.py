@@ -89,16 +89,38 @@ def test_the_tuple_of_a_call_holds_all_its_results():
     assert read([*parts, "del buf0", "return (buf1, )"]).end_bytes == 4
 
 
+def test_partial_sums_that_a_kernel_leaves_in_its_workspace_are_added_up():
+    """As Inductor writes it for the weights of norms, where one kernel makes sums of both orders."""
+    rows = "workspace_0[1 * (64) * (256) : (1 + 1) * (64) * (256)]"
+    body = [
+        "workspace_0 = empty_strided_cpu((32768, ), (1, ), torch.float32)",
+        "triton_per_fused_sum_4.run(x, y, workspace_0, 2, 256)",
+        f"buf0 = {rows}.view(64, 256).sum(dim=0).view([1, 1, 256]).to(torch.bfloat16)",
+        "buf1 = workspace_0[0:512].view(2, 256).sum(dim=0).to(torch.float32)",
+        "del workspace_0",
+        "return (buf0, buf1, )",
+    ]
+    memory = read(body)
+
+    assert memory.peak_bytes == 4 * 32768 + 1024 + 512, "the sum in float32, which is then rounded"
+    assert memory.end_bytes == 512 + 1024 and [memory.block_bytes[b] for b in memory.returned] == [512, 1024]
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "buf0 = alloc_from_pool(pool, 0, torch.float32, (256,), (1,))",
         "buf0 = torch.empty(256)",
+        "buf0 = x.cumsum(0)",
+        "buf0 = y[7][1][1]",
         "buf0 = torch.ops.aten.no_such_operator.default(x)",
     ],
 )
 def test_a_line_of_unknown_memory_is_refused_by_name(line):
-    with pytest.raises(UnreadableCodeError, match=r"alloc_from_pool|torch\.empty|no_such_operator"):
+    with pytest.raises(
+        UnreadableCodeError,
+        match=r"alloc_from_pool|torch\.empty|no_such_operator|Tensor\.cumsum|form that is not known",
+    ):
         read([line, "return (buf0, )"])
 
 

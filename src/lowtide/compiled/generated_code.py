@@ -134,14 +134,39 @@ class _Block:
 
 
 class _StandIn:
-    """A tensor of generated code: what it looks like, and the block that it lies in."""
+    """A tensor of generated code: what it looks like, and the block that it lies in.
 
-    def __init__(self, block: _Block, spec: BufferSpec) -> None:
-        self.block, self.spec = block, spec
+    Its methods are those that the code uses to add up partial sums, which a kernel leaves in its workspace.
+    """
+
+    def __init__(self, reader: _Reader, block: _Block, spec: BufferSpec) -> None:
+        self.reader, self.block, self.spec = reader, block, spec
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnreadableCodeError(f"generated code uses Tensor.{name}, whose memory is not known here.")
+
+    def __getitem__(self, index: Any) -> _StandIn:
+        return self._seen_as(self.meta()[index])
+
+    def view(self, *size: Any) -> _StandIn:
+        return self._seen_as(self.meta().view(*size))
+
+    def sum(self, *, dim: int) -> _StandIn:
+        made: _StandIn = self.reader.operator(torch.ops.aten.sum.dim_IntList, (self, [dim]), {})
+        return made
+
+    def to(self, dtype: torch.dtype) -> _StandIn:
+        if dtype == self.spec.dtype:
+            return self
+        made: _StandIn = self.reader.operator(torch.ops.aten._to_copy.default, (self,), {"dtype": dtype})
+        return made
 
     def zero_(self) -> _StandIn:
         """Of a kernel's workspace."""
         return self
+
+    def _seen_as(self, view: torch.Tensor) -> _StandIn:
+        return _StandIn(self.reader, self.block, BufferSpec.of(view))
 
     def meta(self) -> torch.Tensor:
         return torch.empty_strided(self.spec.size, self.spec.stride, dtype=self.spec.dtype, device="meta")
@@ -241,10 +266,10 @@ class _Reader:
 
     def _empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> _StandIn:
         spec = BufferSpec(tuple(size), tuple(stride), dtype)
-        return _StandIn(_Block(self.counter, spec.bytes), spec)
+        return _StandIn(self, _Block(self.counter, spec.bytes), spec)
 
     def _reinterpret(self, of: _StandIn, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> _StandIn:
-        return _StandIn(of.block, BufferSpec(tuple(size), tuple(stride), of.spec.dtype))
+        return _StandIn(self, of.block, BufferSpec(tuple(size), tuple(stride), of.spec.dtype))
 
     def operator(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An operator that allocates its own results, or writes into ``out``."""
@@ -258,7 +283,7 @@ class _Reader:
             raise UnreadableCodeError(f"generated code calls {target}, whose results have no known size.") from error
         results = made if isinstance(made, (tuple, list)) else (made,)
         stand_ins = tuple(
-            _StandIn(_Block(self.counter, BufferSpec.of(t).bytes), BufferSpec.of(t))
+            _StandIn(self, _Block(self.counter, BufferSpec.of(t).bytes), BufferSpec.of(t))
             if isinstance(t, torch.Tensor)
             else t
             for t in results
@@ -301,10 +326,14 @@ def read_code(
             raise UnreadableCodeError(f"generated code takes the number {name!r}: sizes are not fixed.")
         if given.block not in blocks:
             blocks[given.block] = _Block(counter, given.bytes, name)
-        args.append(_StandIn(blocks[given.block], given.spec))
+        args.append(_StandIn(reader, blocks[given.block], given.spec))
     start = counter.peak = counter.live
     blocks.clear()
-    returned = names["call"](None, args)
+    try:
+        returned = names["call"](None, args)
+    except (TypeError, AttributeError, IndexError, RuntimeError) as error:
+        said = str(error).splitlines()[0]
+        raise UnreadableCodeError(f"generated code has a form that is not known here: {said}.") from error
     args.clear()
     found: list[int | str | None] = []
     sizes: dict[int, int] = {}
