@@ -42,6 +42,7 @@ class Variant:
         run: The compiled function; None while only its code has been read.
         step_ms: Forward and backward of one layer, measured, perhaps by an earlier run; 0 before.
         refused: Why it is not used; "" where nothing speaks against it.
+        runs_again: It is the plain one, whose forward backward runs again as a whole.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Variant:
     run: Compiled | None = None
     step_ms: float = 0.0
     refused: str = ""
+    runs_again: bool = False
 
     @property
     def is_tried(self) -> bool:
@@ -189,7 +191,8 @@ class CapturedLayer:
             backward_end_bytes=once.backward_end_bytes + kept - state,
         )
         saved = SavedSet(None, 0, memory.forward_peak_bytes, memory.backward_peak_bytes, 0.0)
-        return Variant(name, saved, memory, storing_inputs_only(run, draws=self.device if self.draws else None))
+        again = storing_inputs_only(run, draws=self.device if self.draws else None)
+        return Variant(name, saved, memory, again, runs_again=True)
 
     def inference(self) -> Compiled:
         """The layer compiled for calls without gradients, as PyTorch does."""

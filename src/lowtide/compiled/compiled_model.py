@@ -23,7 +23,7 @@ from lowtide.compiled.layer_calls import LayerCall, LayerKind, Session
 from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, is_of
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import StepPlanner
-from lowtide.device import allocation_counter
+from lowtide.device import allocation_counter, values_off
 from lowtide.device.names import autocast_types, is_accelerator
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
 from lowtide.pytorch_internals import COMPILED, is_unchecked, why_unchecked
@@ -136,6 +136,8 @@ class CompiledModel(nn.Module):
         self._counted, self._num_corrections, self._planning_s = CountedSteps(self._memory, self._notices), 0, 0.0
         self._num_states = -1  # of parameters, when the optimizer's state was looked at last
         forget = [self._memory.optimizers.observe(), backward_entry.observe(self._counted)]
+        if values_off.are_off:
+            self._notices.note(values_off.REASON)
         if self._is_unchecked:
             self._notices.note(self.reason)
         else:

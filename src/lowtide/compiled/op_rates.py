@@ -1,4 +1,7 @@
-"""Milliseconds of a value of a joint graph: calls of ready kernels are timed, all else goes by its bytes."""
+"""Milliseconds of a value of a joint graph: calls of ready kernels are timed, all else goes by its bytes.
+
+Where kernels do nothing (``device/values_off.py``), both are those of a device of the table.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,11 +14,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.compiled.generated_code import BufferSpec
 from lowtide.compiled.joint_nodes import SLOW_ELEMENTWISE
+from lowtide.device import values_off
 from lowtide.device.generators import forked
 from lowtide.device.kept_workspaces import KeptWorkspaces
 from lowtide.device.names import is_accelerator
 from lowtide.device.timing import calls_ms
+from lowtide.estimation.device_table import device_named
+from lowtide.estimation.roofline import call_ms, moved_ms
 from lowtide.measurement.allocator import measuring
+from lowtide.measurement.op_inputs import describe
 
 LAUNCH_MS = 0.005
 SLOW_ELEMENT_MS = 1e-6  # a transcendental function, one element, on a CPU
@@ -30,6 +37,10 @@ KEPT_WORKSPACES = KeptWorkspaces()
 def extern_ms(node: fx.Node, device: torch.device) -> float:
     """Time of one call of the operator of ``node`` on synthetic tensors; by its bytes where it does not run on them."""
     target: Any = node.target
+    if values_off.times_of:
+        given, named = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        made_bytes = sum(spec.bytes for spec in _all_specs(_specs((node,))))
+        return call_ms(describe(target, given, named), made_bytes, device_named(values_off.times_of))
     args, kwargs = _specs((node.args, node.kwargs))
     key = device.type, str(target), repr(args), repr(kwargs)
     if key not in _ms:
@@ -54,6 +65,8 @@ def fused_ms(node: fx.Node, moved_bytes: int, fused: Sequence[fx.Node], device: 
 
 
 def bytes_ms(count: int, device: torch.device) -> float:
+    if values_off.times_of:
+        return moved_ms(count, device_named(values_off.times_of))
     return count / _bytes_per_ms(device)
 
 

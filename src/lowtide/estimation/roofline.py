@@ -12,7 +12,8 @@ Known weaknesses: cuDNN's choice of a convolution, wave quantisation, power limi
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lowtide.errors import LowtideError
 from lowtide.estimation.device_table import Device, device_named
@@ -105,6 +106,19 @@ def _op_ms(graph: StepGraph, op: Op, work: Work, device: Device) -> float:
     took_s = max(compute_s(work, device), memory_s(work, moved, device))
     # A measured device's floor is the host's work, which nothing overlaps; an accelerator's is the launch itself.
     return max(floor_us / 1e3, took_s * 1e3) if device.op_us is None else floor_us / 1e3 + took_s * 1e3
+
+
+def call_ms(signature: Mapping[str, Any], made_bytes: int, device: Device) -> float:
+    """Milliseconds of one kernel of ``device`` that makes so many bytes, launched after another."""
+    work = work_of(signature)
+    took_s = max(compute_s(work, device), memory_s(work, work.read_bytes + made_bytes, device))
+    return max(LAUNCH_US / 1e3, took_s * 1e3)
+
+
+def moved_ms(moved_bytes: int, device: Device) -> float:
+    """Milliseconds in which ``device`` reads and writes so many bytes, elementwise."""
+    at_peak_s = moved_bytes / device.bandwidth_bytes_per_s
+    return 1e3 * at_peak_s / between(_MEMORY, max(at_peak_s * 1e6, _MEMORY[0][0]))
 
 
 def compute_s(work: Work, device: Device) -> float:

@@ -199,7 +199,8 @@ def _variables(settings: PretendSettings, environment: ScriptEnvironment, folder
     if settings.budget is not None:
         variables["LOWTIDE_BUDGET"] = settings.budget
         variables["LOWTIDE_PRETEND_HOST_BUDGET"] = settings.host_budget or ""
-        variables["LOWTIDE_WITHOUT_VALUES"] = settings.facts.name if settings.values != "all" else "0"
+    # Also where the script has lowtide in it: times of kernels that do nothing would decide its plans.
+    variables["LOWTIDE_WITHOUT_VALUES"] = settings.facts.name if settings.values != "all" else "0"
     return environments.entering(variables, environment)
 
 
