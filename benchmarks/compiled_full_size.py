@@ -37,7 +37,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--again", action="store_true", help="rows that are there too")
     given = parser.parse_args()
-    rows = [] if given.again or not RESULTS.exists() else [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    rows = (
+        [] if given.again or not RESULTS.exists() else [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    )
     known = {row["method"]: row for row in rows}
     with tempfile.TemporaryDirectory() as empty:
         os.environ["LOWTIDE_CACHE_DIR"] = empty

@@ -1,4 +1,4 @@
-"""The tables of ``benchmarks/compiled.py`` and ``compiled_cuda.py``: PyTorch's options beside lowtide's plans."""
+"""Tables of ``compiled.py``, ``compiled_cuda.py`` and ``compiled_full_size.py``: PyTorch's options, then lowtide."""
 
 from __future__ import annotations
 
@@ -91,3 +91,33 @@ def _cells(line: dict) -> list[str]:
         seconds,
         "equal" if line["bitwise_equal"] else "**differ**",
     ]
+
+
+FULL_SIZE_COLUMNS = ("method", "peak", "above prediction", "step", "launches")
+
+
+def compiled_full_size_table(lines: list[dict]) -> str:
+    """PyTorch's options, and under each peak of theirs lowtide's plan for it."""
+    by_method = {line["method"]: line for line in lines}
+    rows = ["| " + " | ".join(FULL_SIZE_COLUMNS) + " |", "|---|" + "---:|" * (len(FULL_SIZE_COLUMNS) - 1)]
+    for method, line in by_method.items():
+        if not method.startswith("lowtide"):
+            found = [line, *(by_method[name] for name in [f"lowtide, peak of {method}"] if name in by_method)]
+            rows += ["| " + " | ".join([one["method"], *_full_size_cells(one)]) + " |" for one in found]
+    first = lines[0]
+    rows += [
+        "",
+        f"Peaks are PyTorch's own allocator's in a step after others, with weights, gradients and AdamW's state. Steps "
+        f"have the times of a table (within {100 * first['error_fraction']:.0f} %): beside each other they say more "
+        f"than alone. torch {first['torch']}, transformers {first['transformers']}, commits "
+        f"{', '.join(dict.fromkeys(line['commit'] for line in lines))}.",
+    ]
+    return "\n".join(rows)
+
+
+def _full_size_cells(line: dict) -> list[str]:
+    if line["peak_bytes"] is None:
+        return [line["error"], "", "", ""]
+    off = line["peak_bytes"] - line["predicted_peak_bytes"] if "predicted_peak_bytes" in line else None
+    predicted = "" if off is None else f"{off:+,} B"
+    return [f"{line['peak_bytes'] / 2**30:.2f} GiB", predicted, f"{line['step_ms']:.0f} ms", f"{line['launches']:,}"]

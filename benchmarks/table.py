@@ -23,7 +23,7 @@ import published_table
 from advice import QUESTIONS
 from advice_text import answer_text, answers_origin
 from changing_steps_table import changes_table, changing_summary, leaves_table
-from compiled_table import compiled_cuda_table, compiled_table
+from compiled_table import compiled_cuda_table, compiled_full_size_table, compiled_table
 from doctor_table import bugs_table, examples_table, zoo_table
 from foresight_table import (
     claims_table,
@@ -102,6 +102,12 @@ def main() -> int:
             "compiled cuda",
             cuda if (cuda := RESULTS / "compiled_cuda.jsonl").exists() else None,
             compiled_cuda_table,
+        ),
+        Page(
+            ROOT / "docs" / "compiled.md",
+            "compiled full size",
+            RESULTS / "compiled_full_size.jsonl",
+            compiled_full_size_table,
         ),
         Page(HOW_TO / "checkpoint-by-hand.md", "checkpoint", RESULTS / "checkpoint_calls_cpu.jsonl", checkpoint_table),
         Page(HOW_TO / "watch-real-steps.md", "real steps", RESULTS / "real_steps_cpu.jsonl", real_steps_table),

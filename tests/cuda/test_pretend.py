@@ -455,3 +455,41 @@ def test_the_example_of_the_pages_takes_what_they_say(quiet, monkeypatch):
 
     for name in ("peak_allocated_bytes", "peak_reserved_bytes", "by_kind", "launches_per_step", "waits_per_step"):
         assert report.to_json()[name] == shown[name], name
+
+
+COMPILED = """
+import json, sys, torch, transformers
+import lowtide
+config = transformers.LlamaConfig(
+    hidden_size=1024, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, intermediate_size=4096,
+    vocab_size=1024, use_cache=False,
+)
+with torch.device("cuda"):
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+compiled = lowtide.compile(model, budget="70%", optimizer=optimizer)
+ids = torch.randint(0, 1024, (1, 8192), device="cuda")
+for _ in range(5):
+    compiled(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    status, plan = compiled.status(), compiled.plan
+    open(sys.argv[1], "w").write(json.dumps({
+        "in_force": status.in_force, "counted": status.last_peak_bytes, "predicted": plan.predicted_peak_bytes,
+        "overhead": plan.predicted_overhead, "reasons": status.reasons,
+    }))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_has_lowtide_in_its_compiled_layers_is_planned_by_the_devices_times(tmp_path, quiet):
+    """Norms of so many rows leave partial sums, which the generated code adds up."""
+    told = tmp_path / "told.json"
+    command = ["python", script(tmp_path, COMPILED), str(told)]
+    report = lowtide.pretend(command, "h100", steps=4, output=quiet)
+    found = json.loads(told.read_text())
+
+    assert report.fits, report.last_words
+    assert found["in_force"] and any("LOWTIDE_WITHOUT_VALUES" in reason for reason in found["reasons"])
+    assert abs(found["counted"] - found["predicted"]) < 1 << 20
+    assert 0 < found["overhead"] < 0.4, "not of kernels that do nothing"
