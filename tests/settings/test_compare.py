@@ -185,7 +185,7 @@ def test_bench_tells_what_it_leaves_out(capsys):
     assert main(["bench", "train.py:flat"]) == 0
 
     out = capsys.readouterr().out
-    assert "full: left out: no layer of the model repeats" in out
+    assert "full: left out: method='full' needs repeated layers and this model has none." in out
     assert "torch selective: left out: the model has no repeated blocks" in out
     assert max(map(len, out.splitlines())) <= 100
 

@@ -9,6 +9,7 @@ import lowtide
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.training import plans_by_shape
+from lowtide.training.notices import Notices
 from lowtide.training.plans_by_shape import PlansByShape
 from lowtide.units import format_bytes
 
@@ -120,3 +121,73 @@ def test_a_plan_above_the_budget_has_to_be_faster_than_steps_without_one(above_b
         peak = int((1.1 if above_budget else 0.9) * training.budget)
         assert bool(training.plans._why_worse(shape, peak, 15.0)) == above_budget
         assert not training.plans._why_worse(shape, peak, 9.0)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_least_of_one_kind_of_step_is_not_told_as_that_of_another(is_named, monkeypatch):
+    """Steps that make their gradients run at the least there is; those that add to them are better without a plan."""
+    if not is_named:
+        monkeypatch.setattr(PlansByShape, "_which", lambda self, shapes: "")
+    training = Training()
+    least = {adding: int(share * training.budget) for adding, share in ((False, 1.5), (True, 1.3))}
+
+    def infeasible(plans, asked, plan):
+        kind = asked.shapes[0].has_gradients
+        if asked.request.budget < least[kind]:
+            raise BudgetInfeasibleError("so", budget_bytes=asked.request.budget, least_bytes=least[kind])
+        return adopted(plans, asked, plan)
+
+    def took(shape, share):
+        training.plans.note_unplanned(shape, int(share * training.budget), None)
+
+    monkeypatch.setattr(PlansByShape, "_adopted", infeasible)
+    monkeypatch.setattr(PlansByShape, "_from_other_micro_batch", lambda self, shape, found: found)
+    with training.fit as fit:
+        for _ in range(2):
+            training.step()
+            for shape in training.plans.seen:
+                took(shape, 1.2 if shape.has_gradients else 1.6)
+            fit.wait()
+        lines = fit.status().reasons
+
+    (at_least,) = [line for line in lines if "running at the least there is" in line]
+    (without,) = [line for line in lines if "the leanest plan takes" in line]
+    assert format_bytes(least[False]) in at_least and format_bytes(least[True]) in without
+    assert ("for steps that make their gradients" in at_least) == is_named
+    assert ("for steps that add to gradients" in without) == is_named
+
+
+@pytest.mark.parametrize("is_taken_back", [True, False])
+def test_that_no_plan_fits_is_taken_back_where_steps_without_one_turn_out_to_take_less(is_taken_back, monkeypatch):
+    training = Training()
+    least = int(1.5 * training.budget)
+
+    def infeasible(plans, asked, plan):
+        if asked.request.budget < least:
+            raise BudgetInfeasibleError("so", budget_bytes=asked.request.budget, least_bytes=least)
+        for shape in plans.seen:  # a step that ran while the least was being planned
+            plans.unplanned[shape].peak_bytes = int(1.2 * training.budget)
+        monkeypatch.setattr(plan.__class__, "budgeted_peak_bytes", least)
+        return adopted(plans, asked, plan)
+
+    monkeypatch.setattr(PlansByShape, "_adopted", infeasible)
+    if not is_taken_back:
+        monkeypatch.setattr(Notices, "withdraw", lambda self, reason: None)
+    with training.fit as fit:
+        training.first_step(int(1.6 * training.budget))
+        lines = fit.status().reasons
+
+    assert any("the leanest plan takes" in line for line in lines)
+    assert any("no plan fits" in line for line in lines) != is_taken_back
+
+
+def test_that_no_plan_fits_is_told_of_the_present_budget(monkeypatch):
+    training = Training()
+    with training.fit as fit:
+        training.steps(2)
+        (shape,) = training.plans.seen
+        training.plans.least_bytes[shape] = training.budget + 10
+        training.plans.change_budget(training.budget)
+        assert any("no plan fits" in line for line in fit.status().reasons)
+        training.plans.change_budget(training.budget + 10)
+        assert not any("no plan fits" in line for line in fit.status().reasons)

@@ -115,8 +115,8 @@ def _planned(graph: StepGraph, costs: Costs, left_out: dict[str, str]) -> Iterat
     for name, options in _CLASSICS.items():
         try:
             yield Way(name, solve(graph, costs, **options))
-        except ValueError:
-            left_out[name] = "no layer of the model repeats"
+        except ValueError as error:
+            left_out[name] = str(error).partition("\n")[0]
     for budget in BUDGETS:
         name = f"exact, {budget.replace('%', ' %')}"
         try:

@@ -18,12 +18,12 @@ from lowtide.plan import Plan
 from lowtide.settings.decisions import candidate_of
 from lowtide.settings.description import Checkpoint, Description
 from lowtide.settings.torchtitan import KEEPS
-from lowtide.simulation.simulator import Timeline, simulate, simulate_actions
+from lowtide.simulation.simulator import Timeline, simulate
 from lowtide.solvers.build_plan import build_plan
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.graph_queries import layers
 from lowtide.solvers.lower_bound.bound import bound_peak
-from lowtide.solvers.published.methods import fixed_actions
+from lowtide.solvers.published.methods import fixed_plans
 from lowtide.solvers.search_context import SearchContext
 
 _BUDGETS_TRIED = 6
@@ -55,7 +55,7 @@ class StepPlanner:
     @cached_property
     def known(self) -> list[Timeline]:
         """Plans that need no search, simulated; the plain step first."""
-        return [simulate_actions(self.graph, self.costs, actions) for actions in fixed_actions(self.graph)]
+        return [found.timeline for found in fixed_plans(SearchContext(self.graph, self.costs))]
 
     def plain(self, others: int) -> PlannedMicroBatch:
         """Everything is saved."""

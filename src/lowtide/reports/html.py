@@ -198,7 +198,8 @@ def front_picture(front: TradeOff, plan: Plan | None = None) -> str:
         ((share, extra),) = front.shares([(size, ms)])
         rows.append((name, format_bytes(size), f"{share:.1f} %", f"{extra:+.1f} %"))
     numbers = plain_table("The same as numbers", ("method", "peak", "of plain activations", "time"), rows)
-    return f'<p class="legend">{legend}</p>\n{chart}\n{numbers}'
+    left_out = _sentences([f"Left out: {why}" for why in front.left_out.values()])
+    return f'<p class="legend">{legend}</p>\n{chart}\n{numbers}{left_out}'
 
 
 def _link_use(plan: Plan, told: Explanation) -> str:

@@ -27,11 +27,13 @@ class TradeOff:
         front: Plans that save and recompute.
         moving: Plans that offload too; empty where the costs know no link.
         classics: Method -> its points of (peak bytes, step ms).
+        left_out: Method -> why it has no point.
     """
 
     front: list[FrontierPoint]
     classics: dict[str, list[tuple[int, float]]]
     moving: list[FrontierPoint] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def shares(self, points: Iterable[tuple[int, float]]) -> list[tuple[float, float]]:
         """Points of (peak bytes, step ms) in percent: of the plain step's activation memory, and of extra time."""
@@ -63,6 +65,7 @@ class TradeOff:
                 method: [{"peak_bytes": peak, "step_ms": ms} for peak, ms in points]
                 for method, points in self.classics.items()
             },
+            "left_out": self.left_out,
         }
 
 
@@ -72,16 +75,19 @@ def trade_off(
     """Plan the step over its whole range of budgets, and by every published method that applies to it; where ``costs``
     knows links to other tiers, over the range that moving opens too."""
     classics: dict[str, list[tuple[int, float]]] = {}
+    left_out: dict[str, str] = {}
     for method in PUBLISHED:
         found = set()
         for budget in _SHARES if method in BUDGETED else (None,):
             try:
                 plan = solve(graph, costs, budget, method=method)
-            except (BudgetInfeasibleError, ValueError):  # not in so little, or no layer repeats
+            except (BudgetInfeasibleError, ValueError) as error:  # not in so little, or it does not apply
+                left_out.setdefault(method, str(error).partition("\n")[0])
                 continue
             found.add((plan.predicted_peak_bytes, plan.predicted_step_ms))
         if found and method != "none":
             classics[method] = sorted(found)
+    left_out = {method: why for method, why in left_out.items() if method not in classics}
     tiers = [tier for tier in costs.links if tier in TIERS]
     total = points * 2 if tiers else points
     report = progress or (lambda done, total: None)
@@ -91,7 +97,7 @@ def trade_off(
         moving = frontier(
             graph, costs, points=points, offload=tiers, progress=lambda done, _: report(points + done, total)
         )
-    return TradeOff(front, classics, moving)
+    return TradeOff(front, classics, moving, left_out)
 
 
 def plot_trade_off(found: TradeOff, path: str | Path) -> None:

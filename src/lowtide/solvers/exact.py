@@ -41,7 +41,7 @@ from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.monolithic import MonolithicSearch
 from lowtide.solvers.published.lazy_candidates import LazyCandidate, fastest_within
-from lowtide.solvers.published.methods import chain_schedules, fixed_candidates
+from lowtide.solvers.published.methods import chain_schedules, fixed_plans
 from lowtide.solvers.search_context import Evaluated, SearchContext, SearchResult
 
 
@@ -182,7 +182,7 @@ class ExactSearch:
 
     def _chain_within(self, budget_bytes: int) -> list[Evaluated]:
         """The fastest schedule of the chain methods within the budget, if there is one."""
-        chain = fastest_within(self.context, self._chain_schedules, budget_bytes)
+        chain = fastest_within(self.context, self._chain_schedules, budget_bytes, for_search=True)
         return [] if chain is None else [self.context.simulated(chain)]
 
     @cached_property
@@ -193,7 +193,7 @@ class ExactSearch:
     @cached_property
     def published(self) -> list[Evaluated]:
         """The published methods that take no budget, the plain step first."""
-        return [self.context.simulated(candidate) for candidate in fixed_candidates(self.graph)]
+        return fixed_plans(self.context)
 
     @cached_property
     def min_peak(self) -> Evaluated:

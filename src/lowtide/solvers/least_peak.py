@@ -32,7 +32,7 @@ from lowtide.solvers.graph_queries import choices, complete_actions, recomputabl
 from lowtide.solvers.local_search import LazyPath, changes
 from lowtide.solvers.lower_bound.bound import bound_peak
 from lowtide.solvers.published.lazy_candidates import least_peak
-from lowtide.solvers.published.methods import chain_schedules, fixed_candidates
+from lowtide.solvers.published.methods import chain_schedules, fixed_plans
 from lowtide.solvers.search_context import Evaluated, SearchContext
 
 
@@ -106,7 +106,7 @@ class LeastPeakSearch:
 
     def _starts(self) -> Iterator[Evaluated]:
         graph, evaluate = self._graph, self._context.evaluate
-        chain = least_peak(self._context, chain_schedules(self._context))
+        chain = least_peak(self._context, chain_schedules(self._context), for_search=True)
         if chain is not None:
             yield self._context.simulated(chain)
         else:
@@ -125,8 +125,7 @@ class LeastPeakSearch:
             yield min(map(evaluate, _all_actions(graph, free)), key=_height)
 
     def _least_published(self) -> Evaluated:
-        found = map(self._context.simulated, fixed_candidates(self._graph))
-        return min(found, key=lambda e: (e.peak_bytes, *e.rank))
+        return min(fixed_plans(self._context), key=lambda e: (e.peak_bytes, *e.rank))
 
     def _descent(self, start: Evaluated) -> Iterator[Evaluated]:
         """From ``start`` on, the first change each time that lowers the peak, or at how many moments it is reached."""

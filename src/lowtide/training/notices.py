@@ -47,10 +47,10 @@ class Notices:
     def say_first(self, subject: str, reason: str) -> None:
         """As ``say`` for the first of ``subject``; a later one takes its place among the lines, and is not logged."""
         before, self._latest[subject] = self._latest.get(subject), reason
-        if before is None:
-            self.say(reason)
-        else:
+        if before in self.lines:
             self.correct(before, reason)
+        else:
+            self.say(reason)
 
     def withdraw(self, reason: str) -> None:
         """It is no longer so."""

@@ -10,7 +10,7 @@ gets a plan of its own.
 import logging
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -109,6 +109,7 @@ class PlansByShape:
         self.planning_s = 0.0
         self.least_bytes: dict[CallShape, int] = {}
         self._num_told = 0  # plans
+        self._told_least = ""  # the line that plans are above the budget
         self.unplanned: dict[CallShape, Unplanned] = {}
         self._asked: _Asked | None = None  # one at a time: the planner has one core
         self._next: list[tuple[tuple[CallShape, ...], PlanRequest]] = []  # wait for it
@@ -321,6 +322,7 @@ class PlansByShape:
             known.clear()
         for shapes in (self._refused, self._doubted, self._alone):
             shapes.clear()
+        self._say_least()
         took = f"the model's parameters took {format_bytes(before_bytes)}, and take {format_bytes(now_bytes)}"
         if self._times_afresh <= _MAX_REPLANS:
             self._reasons.say_latest("afresh", f"{took}: plans were for other sizes, so steps are watched again")
@@ -332,6 +334,7 @@ class PlansByShape:
         """Let go of plans for more; have them made again, and those that could do with less recomputation."""
         self._budget_bytes = budget_bytes
         self._refused -= {shape for shape, least in self.least_bytes.items() if least <= budget_bytes}
+        self._say_least()
         self._aside.clear()
         self.unplanned.clear()
         wrong = [p for p in self.plans if _exceeds(p, budget_bytes) or _is_tight(p, budget_bytes)]
@@ -383,12 +386,12 @@ class PlansByShape:
 
     def keep_least(self, planned: PlannedStep, more_bytes: int) -> PlannedStep:
         """So much more is there before its step, and ``planned`` is the least there is: it takes that much more."""
-        shape, budget_bytes = planned.shapes[0], self._budget_bytes or 0
+        shape = planned.shapes[0]
         before = self.least_bytes.get(shape, planned.plan.predicted_peak_bytes)
         least_bytes = self.least_bytes[shape] = before + more_bytes
         graph = self._with_resident(planned, "other", more_bytes)
         plan = with_decisions_of(replace(planned.plan, budget_bytes=least_bytes), graph, planned.costs)
-        self._say_least(budget_bytes)
+        self._say_least()
         return self._put_in_force(planned.shapes, graph, planned.costs, plan)
 
     def correct_state(self, planned: PlannedStep, more_bytes: int, budget_bytes: int) -> PlannedStep | None:
@@ -571,7 +574,8 @@ class PlansByShape:
         self._refused.add(shape)
         self._doubted.discard(shape)
         how = "all is saved in them" if saved else "they run online"
-        self._reasons.say(f"no plan for steps like this one, {how}: {why}")
+        self._reasons.say(f"no plan{self._which((shape,)) or ' for steps like this one'}, {how}: {why}")
+        self._say_least()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until no answer of the planner is outstanding. Raises: TimeoutError."""
@@ -635,7 +639,7 @@ class PlansByShape:
         if why := self._why_worse(shape, least, None):
             self.refuse(shape, why)
             return
-        self._say_least(error.budget_bytes)
+        self._say_least()
         self._next.append((asked.shapes, replace(asked.request, budget=least)))
 
     def allowed_bytes(self, shape: CallShape) -> int:
@@ -681,14 +685,32 @@ class PlansByShape:
             steps[-1] = True
         return True
 
-    def _say_least(self, budget_bytes: int) -> None:
-        """That plans are above the budget: one line for all shapes, told once."""
-        above = [least for shape, least in self.least_bytes.items() if least > budget_bytes]
-        shapes = "" if len(above) == 1 else f" for {len(above)} input shapes"
-        most = f"{'up to ' if shapes else ''}{format_bytes(max(above))}"
-        budget = format_bytes(budget_bytes)
-        told = f"no plan fits {budget}{shapes}: running at the least there is, {most}"
-        self._reasons.say_first(f"least above {budget}", told)
+    def _say_least(self) -> None:
+        """That plans are above the budget: one line for all shapes, told once, and taken back where it is not so."""
+        budget_bytes = self._budget_bytes or 0
+        above = {s: least for s, least in self.least_bytes.items() if least > budget_bytes and s not in self._refused}
+        budget, before = format_bytes(budget_bytes), self._told_least
+        self._told_least = ""
+        if above:
+            which = self._which(above)
+            most = f"{'up to ' if len(above) > 1 else ''}{format_bytes(max(above.values()))}"
+            self._told_least = f"no plan fits {budget}{which}: running at the least there is, {most}"
+            self._reasons.say_first(f"least above {budget}", self._told_least)
+        if before != self._told_least:
+            self._reasons.withdraw(before)
+
+    def _which(self, shapes: Collection[CallShape]) -> str:
+        """Which of the steps so far begin with calls of ``shapes``, in words; "" where all do."""
+        others = self.seen.difference(shapes)
+        adding = {s.has_gradients for s in shapes}
+        is_kind = len(adding) == 1 and any(s.has_gradients not in adding for s in others)
+        kind = f" for steps that {'add to' if True in adding else 'make their'} gradients" if is_kind else ""
+        few, all_ = ({s.without_gradients() for s in several} for several in (shapes, {*shapes, *self.seen}))
+        if len(all_) == 1:
+            return kind
+        count = "one of " * (len(few) == 1) + str(len(all_) if len(few) == 1 else len(few))
+        what = "input shapes" if len({s.pattern for s in all_}) == 1 else "kinds of steps"
+        return f"{kind} of {count} {what}" if kind else f" for {count} {what}"
 
     def _adopted(self, asked: _Asked, plan: Plan) -> PlannedStep:
         """Raises: _PlanWorseThanNoneError: steps without one are better."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers.candidate import Candidate
-from lowtide.solvers.search_context import SearchContext
+from lowtide.solvers.published.applying import applying, left_out_where_it_fails
+from lowtide.solvers.search_context import Evaluated, SearchContext
 
 
 @dataclass(frozen=True)
@@ -16,11 +17,13 @@ class LazyCandidate:
         step_ms: Upper bound of its step time: every replay that the plan allows for takes place.
         floor_bytes: Lower bound of its peak: what is saved lives together when backward begins.
         candidate: Works it out.
+        method: The published method that it is of.
     """
 
     step_ms: float
     floor_bytes: int
     candidate: Callable[[], Candidate]
+    method: str = ""
 
 
 def ops_that_make(graph: StepGraph, wanted: Iterable[int], free: frozenset[int]) -> frozenset[int]:
@@ -45,26 +48,40 @@ def planned_ms(context: SearchContext, replay_ms: float, recorded: int) -> float
 
 
 def fastest_within(
-    context: SearchContext, candidates: Sequence[LazyCandidate], budget_bytes: int | None
+    context: SearchContext, candidates: Sequence[LazyCandidate], budget_bytes: int | None, *, for_search: bool = False
 ) -> Candidate | None:
-    """The fastest candidate whose simulated peak is within the budget; None where none is."""
+    """The fastest candidate whose simulated peak is within the budget; None where none is.
+
+    Args:
+        for_search: A search starts from it: what turns out not to apply when it is worked out is left out.
+
+    Raises:
+        ValueError: the method does not apply.
+    """
     for lazy in sorted(candidates, key=lambda c: (c.step_ms, c.floor_bytes)):
-        if budget_bytes is None:
-            return lazy.candidate()
-        if lazy.floor_bytes <= budget_bytes:
-            candidate = lazy.candidate()
-            if context.simulated(candidate).peak_bytes <= budget_bytes:
-                return candidate
+        if budget_bytes is not None and lazy.floor_bytes > budget_bytes:
+            continue
+        evaluated = _worked_out(context, lazy, for_search)
+        if evaluated is not None and (budget_bytes is None or evaluated.peak_bytes <= budget_bytes):
+            return evaluated.candidate
     return None
 
 
-def least_peak(context: SearchContext, candidates: Sequence[LazyCandidate]) -> Candidate | None:
-    """The candidate with the least simulated peak; None where there are no candidates."""
-    least: tuple[int, Candidate] | None = None
+def least_peak(
+    context: SearchContext, candidates: Sequence[LazyCandidate], *, for_search: bool = False
+) -> Candidate | None:
+    """The candidate with the least simulated peak; None where there are no candidates. ``for_search``: as above."""
+    least: Evaluated | None = None
     for lazy in sorted(candidates, key=lambda c: c.floor_bytes):
-        if least is None or lazy.floor_bytes < least[0]:
-            candidate = lazy.candidate()
-            peak_bytes = context.simulated(candidate).peak_bytes
-            if least is None or peak_bytes < least[0]:
-                least = peak_bytes, candidate
-    return None if least is None else least[1]
+        if least is None or lazy.floor_bytes < least.peak_bytes:
+            evaluated = _worked_out(context, lazy, for_search)
+            if evaluated is not None and (least is None or evaluated.peak_bytes < least.peak_bytes):
+                least = evaluated
+    return None if least is None else least.candidate
+
+
+def _worked_out(context: SearchContext, lazy: LazyCandidate, for_search: bool) -> Evaluated | None:
+    """None: it fails, and a search goes on without it."""
+    with left_out_where_it_fails(lazy.method) if for_search else applying(lazy.method):
+        return context.simulated(lazy.candidate())
+    return None

@@ -1,16 +1,15 @@
 """The published methods, by the name under which ``solve`` knows them: add a method to one of the tables here."""
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from dataclasses import replace
 
-from lowtide.errors import LowtideError
 from lowtide.graph.facts import passes
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plan import RECOMPUTE
 from lowtide.solvers import tuning
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.published.applying import applying, left_out_where_it_fails
 from lowtide.solvers.published.every_n import every_n
 from lowtide.solvers.published.full import full
 from lowtide.solvers.published.knapsack import knapsack
@@ -19,9 +18,7 @@ from lowtide.solvers.published.revolve import revolve
 from lowtide.solvers.published.rotor import rotor
 from lowtide.solvers.published.selective import selective
 from lowtide.solvers.published.sqrt_n import sqrt_n
-from lowtide.solvers.search_context import SearchContext
-
-logger = logging.getLogger("lowtide")
+from lowtide.solvers.search_context import Evaluated, SearchContext
 
 Actions = dict[int, str]
 
@@ -46,64 +43,42 @@ def lazy_candidates(
     Raises:
         ValueError: the graph has no repeated layers and the method needs them, or ``n`` or ``ratio`` makes no sense.
     """
-    with _applying(method):
+    with applying(method):
         if method == "revolve":
-            return revolve(context, n)
-        if method == "rotor":
-            return rotor(context)
-        if method == "knapsack":
-            return knapsack(context, ratio)
-        graph = context.graph
-        actions = every_n(graph, n) if method == "every_n" and n is not None else FIXED[method](graph)
-        return [LazyCandidate(context.costs.plain_step_ms, graph.start_bytes, lambda: Candidate(actions))]
+            found = revolve(context, n)
+        elif method == "rotor":
+            found = rotor(context)
+        elif method == "knapsack":
+            found = knapsack(context, ratio)
+        else:
+            graph = context.graph
+            actions = every_n(graph, n) if method == "every_n" and n is not None else FIXED[method](graph)
+            found = [LazyCandidate(context.costs.plain_step_ms, graph.start_bytes, lambda: Candidate(actions))]
+        return [replace(lazy, method=method) for lazy in found]
 
 
-def fixed_actions(graph: StepGraph) -> list[Actions]:
-    """The actions of every method in ``FIXED`` that applies to ``graph``: starting points for a search."""
-    found = []
-    for method, actions_of in FIXED.items():
-        with suppress(ValueError), _applying(method):
-            found.append(actions_of(graph))
-    return found
+def fixed_plans(context: SearchContext) -> list[Evaluated]:
+    """The plain step, then the plan of every method in ``FIXED`` that applies: starting points for a search.
 
-
-def fixed_candidates(graph: StepGraph) -> list[Candidate]:
-    """``fixed_actions`` as candidates. Where several backward passes need the same, some make it again in each."""
+    Where several backward passes need the same, some plans make it again in each.
+    """
+    graph, found = context.graph, [context.plain]
     again = sorted({*tuning.PASS_REPLAYS, passes(graph)}) if passes(graph) > 1 else ()
-    every = fixed_actions(graph)
-    return [
-        *map(Candidate, every),
-        *(Candidate(actions, replays=dict.fromkeys(_recomputed(actions), n)) for actions in every for n in again),
-    ]
-
-
-def _recomputed(actions: Actions) -> list[int]:
-    return [s for s, action in actions.items() if action == RECOMPUTE]
+    for method, actions_of in FIXED.items():
+        if method == "none":
+            continue
+        with left_out_where_it_fails(method):
+            actions = actions_of(graph)
+            recomputed = [s for s, action in actions.items() if action == RECOMPUTE]
+            counts = [{}, *(dict.fromkeys(recomputed, n) for n in again)]
+            found += [context.simulated(Candidate(actions, replays=count)) for count in counts]
+    return found
 
 
 def chain_schedules(context: SearchContext) -> list[LazyCandidate]:
     """Schedules of the chain methods, which may replay an op many times; none where they do not apply."""
     found: list[LazyCandidate] = []
     for method in ("rotor", "revolve"):
-        with suppress(ValueError):
+        with left_out_where_it_fails(method):
             found += lazy_candidates(context, method)
     return found
-
-
-@contextmanager
-def _applying(method: str) -> Iterator[None]:
-    """A published method meets graphs that its authors did not think of. The exact search goes on without it.
-
-    Raises:
-        ValueError: it does not apply, as it says itself or as any error inside it shows.
-    """
-    try:
-        yield
-    except (ValueError, LowtideError):
-        raise
-    except Exception as error:
-        logger.info("lowtide: method %s left out: %s: %s", method, type(error).__name__, error)
-        raise ValueError(
-            f"method={method!r} does not apply to this step: {type(error).__name__}: {error}.\n"
-            'Use method="exact", which does.'
-        ) from error
