@@ -189,3 +189,30 @@ def test_the_first_plan_knows_the_state_of_the_optimizer_that_stepped_meanwhile(
     assert of_first_plan() == 2 * resident_bytes(Layered())
     monkeypatch.setattr(TrainingOptimizers, "are_unknown", False)
     assert of_first_plan() == 0
+
+
+@pytest.mark.parametrize("is_foreseen", [True, False])
+def test_one_plan_holds_while_the_history_of_lbfgs_grows(is_foreseen, monkeypatch):
+    """The plan knows the whole history from the beginning; what is there of it changes nothing."""
+    if not is_foreseen:
+        monkeypatch.setattr(StepBudget, "lasting_state_bytes", StepBudget.state_bytes)
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(64, 64), nn.Tanh()))), batch_of(1024)
+    optimizer, size = torch.optim.LBFGS(model.parameters(), max_iter=3, history_size=6), resident_bytes(model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    held = []
+    with lowtide.fit(model, budget=size * 16 + int(9 * batch.nbytes), optimizer=optimizer) as fit:
+        for _ in range(5):
+            optimizer.step(closure)
+            fit.wait()
+            held += [fit.graph.resident["optimizer"]] if fit.plans else []
+        status = fit.status()
+
+    assert (set(held) == {(2 * 6 + 2) * size}) == is_foreseen
+    assert status.over_budget_steps == 0

@@ -72,8 +72,7 @@ def optimizer_bytes(optimizer: Any, parameters: list[nn.Parameter]) -> tuple[int
     has_state = {id(p) for p, kept in optimizer.state.items() if next(_tensors_of(kept), None) is not None}
     if not has_state:
         return _foreseen(optimizer, trained, kernels, block)
-    members = optimizer.optimizers if isinstance(optimizer, OptimizerGroup) else (optimizer,)
-    if any(isinstance(member, torch.optim.LBFGS) for member in members):  # its history grows for many steps
+    if _keeps_growing(optimizer):
         state, step = _foreseen(optimizer, trained, kernels, block)
         return max(existing, state), step
     to_come, step = 0, _foreseen_or_nothing(optimizer, trained, kernels, block)[1]
@@ -134,6 +133,21 @@ def existing_state_bytes(optimizer: Any, device: torch.device | None = None) -> 
         if tensor.device.type == device.type and is_counted and (key := _address(tensor)) not in not_state:
             found[key] = tensor.untyped_storage().nbytes()
     return sum(in_blocks(size, device.type) for size in found.values())
+
+
+def lasting_state_bytes(optimizer: Any, device: torch.device | None = None) -> int:
+    """``existing_state_bytes``; of an optimizer that adds to its state for many steps, what it will come to."""
+    optimizer = checked_optimizer(optimizer)
+    existing = existing_state_bytes(optimizer, device)
+    if not existing or not _keeps_growing(optimizer):
+        return existing
+    return max(existing, optimizer_bytes(optimizer, [p for p in _own(optimizer) if p.requires_grad])[0])
+
+
+def _keeps_growing(optimizer: Any) -> bool:
+    """L-BFGS's history does. A plan for what is there after the first step would be too large a few steps later."""
+    members = optimizer.optimizers if isinstance(optimizer, OptimizerGroup) else (optimizer,)
+    return any(isinstance(member, torch.optim.LBFGS) for member in members)
 
 
 def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:

@@ -20,7 +20,7 @@ from lowtide.step.operators import allocated_bytes, gradient_of, storage_of, ten
 from lowtide.step.sharding.zero3 import shards_of
 from lowtide.step.subclasses import plain_tensors
 from lowtide.tracing.model_facts import device_of
-from lowtide.tracing.optimizer_state import existing_state_bytes, state_tensors
+from lowtide.tracing.optimizer_state import existing_state_bytes, lasting_state_bytes, state_tensors
 from lowtide.training.reserved_memory import bytes_for_segments
 from lowtide.training.training_optimizers import TrainingOptimizers
 from lowtide.units import format_bytes, parse_budget
@@ -97,6 +97,10 @@ class StepBudget:
     def state_bytes(self) -> int:
         """What the model's optimizers keep now on its device; 0 before their first step."""
         return existing_state_bytes(self.optimizers.all(), self.device)
+
+    def lasting_state_bytes(self) -> int:
+        """``state_bytes``; where that grows for many steps, what it will come to."""
+        return lasting_state_bytes(self.optimizers.all(), self.device)
 
     def check(self) -> None:
         """Raises: BudgetInfeasibleError: what the model alone is before the step is more than the budget."""
@@ -210,7 +214,7 @@ class StepBudget:
         """
         if self._state_in_share is None or self.absolute_bytes is None:
             return 0
-        more_bytes, before = max(0, self.state_bytes() - self._state_in_share), self.absolute_bytes
+        more_bytes, before = max(0, self.lasting_state_bytes() - self._state_in_share), self.absolute_bytes
         self._state_in_share += more_bytes
         self.move_to(min(before + more_bytes, self.most_bytes or sys.maxsize))
         return self.absolute_bytes - before

@@ -137,7 +137,7 @@ class RecordedSteps:
 
     def _with_state(self, graph: StepGraph) -> StepGraph:
         """With what an optimizer that nobody had passed keeps, if it has stepped since ``graph`` was recorded."""
-        if graph.resident["optimizer"] or not (state_bytes := self._budget.state_bytes()):
+        if graph.resident["optimizer"] or not (state_bytes := self._budget.lasting_state_bytes()):
             return graph
         return replace(graph, resident={**graph.resident, "optimizer": state_bytes})
 

@@ -148,7 +148,7 @@ class StepMemory:
 
         State comes with the first step, so it is compared where there is some, in the first steps of each plan.
         """
-        if step.state_checks >= _STATE_CHECKS or not (state_bytes := self._budget.state_bytes()):
+        if step.state_checks >= _STATE_CHECKS or not (state_bytes := self._budget.lasting_state_bytes()):
             return 0
         step.state_checks += 1
         change = state_bytes - step.graph.resident.get("optimizer", 0)
