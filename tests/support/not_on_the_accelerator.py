@@ -4,6 +4,9 @@ _SPARSE = "the accelerator has no sparse tensors"
 _FUSED = "the CPU has no kernel of the fused cell that the accelerator would run"
 _NUMPY = "the test has tensors in memory that NumPy owns, which is the host's"
 _NUMPY_CALL = "the call of the test computes in NumPy, and gives a host tensor beside the accelerator's"
+_NUMPY_WRITES = "the optimizer of the test writes with NumPy, which the host alone can"
+_PROFILER = "a profiler hides nothing there: the allocator's statistics tell of workspaces"
+_THREADS = "an allocator's total has what two threads make at a time, and each step of the test counts both"
 _NO_COMPILER = "nothing compiles for the accelerator"
 _DISK = "the disk tier holds storages of models on a CPU"
 _CPU_OP = "the test counts on an op, a workspace or a state that the CPU alone has"
@@ -85,7 +88,11 @@ LEFT_OUT = {
     "shapes/test_shape_family.py::test_plain_attention_needs": _CPU_OP,
     "shapes/test_shape_family.py::test_the_derived_graph_is_the_real_one": _RANGES,
     "shapes/test_shape_family.py::test_a_kernel_that_takes_another_workspace": _CPU_OP,
+    "training/test_optimizer_in_backward.py::test_a_replay_after_a_step_that_no_version_counts_is_refused[own kernels]": _NUMPY_WRITES,  # noqa: E501
+    "training/test_optimizer_in_backward.py::test_a_step_without_a_plan_refuses_what_own_kernels": _NUMPY_WRITES,
+    "training/test_profiled_steps.py": _PROFILER,
     "training/test_watched_fit.py::test_a_much_smaller_batch": _TOY,
+    "training/test_watched_loops.py::test_two_fits_in_two_threads": _THREADS,
     "training/test_watched_fit.py::test_what_the_watched_step_has_proven": _TOY,
     "training/test_watched_fit_errors.py::test_after_a_step_without_enough_memory": _BLOCKS,
     "tape/offload/test_host_tier.py": _DEFAULT,

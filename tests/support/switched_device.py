@@ -9,7 +9,8 @@ that it splits every block.
 
 import importlib
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,21 @@ from accelerator.schedules import LATE
 from support.not_on_the_accelerator import LEFT_OUT, LEFT_OUT_OF_CUDA, MODEL_ALONE
 
 from lowtide import api
+from lowtide.device import allocation_counter, memory
 from lowtide.measurement import allocator
 from lowtide.tracing import tracer
-from lowtide.training import budget, step_memory
+from lowtide.training import budget, watched_step
 
 _STARTED_WORK = "started work on the accelerator"
-_COUNTS_NOTHING = SimpleNamespace(count=lambda device: None, why_missing=lambda: "", is_there=lambda: False)
+
+
+class FromItsStart(allocation_counter.AllocationWindow):
+    """What was there before, other tests' too, is in nobody's step, as on a CPU."""
+
+    def __init__(self, device: str | torch.device, place: Any) -> None:
+        super().__init__(device, place)
+        if not self.is_of_host:
+            self.is_of_host, self._start = True, memory.allocated_bytes(device) or 0
 
 
 _MODULES = {"standin": "accelerator.device", "cuda": "support.cuda_device"}
@@ -74,11 +84,14 @@ class Switched:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         alone = item.nodeid.removeprefix("tests/").startswith(MODEL_ALONE)
         with pytest.MonkeyPatch.context() as patch, self._device.expandable_segments(alone):
-            for module in (tracer, budget) if alone else ():
-                patch.setattr(module, "device_bytes", lambda device: None)
+            # The peak statistic of tests before is not this one's, nor what could not be given back of it.
+            memory._forgotten.clear()
+            memory._low.clear()
+            torch.accelerator.reset_peak_memory_stats()
             if alone:
-                patch.setattr(step_memory, "is_accelerator", lambda device: False)
-                patch.setattr(step_memory, "allocation_counter", _COUNTS_NOTHING)
+                for module in (tracer, budget, watched_step):
+                    patch.setattr(module, "counts_all", lambda device: False)
+                patch.setattr(allocation_counter, "AllocationWindow", FromItsStart)
             return (yield)
 
     @pytest.hookimpl(wrapper=True)

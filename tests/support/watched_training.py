@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import nn
 
+from lowtide.device.block_size import in_blocks
 from lowtide.measurement.allocator import peak_bytes
 
 
@@ -30,8 +31,13 @@ def batch_of(rows=128, device=None):
     return torch.randn(rows, 64, device=device, generator=torch.Generator(device).manual_seed(rows))
 
 
+def bytes_of(tensors):
+    """What they take, as the allocator of their device counts it."""
+    return sum(in_blocks(t.nbytes, t.device.type) for t in tensors)
+
+
 def resident_bytes(model):
-    return sum(p.nbytes for p in model.parameters())
+    return bytes_of(model.parameters())
 
 
 def activation_bytes(model, x):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.training_steps import mlp
-from support.watched_training import resident_bytes
+from support.watched_training import bytes_of, resident_bytes
 
 import lowtide
 from lowtide.device import allocation_counter
@@ -51,14 +51,14 @@ def test_optimizer_state_and_gradients_that_are_there_count():
     with training.fit as fit:
         for _ in range(3):
             start = resident_bytes(training.model) + training.batch.nbytes
-            state = sum(t.nbytes for s in training.optimizer.state.values() for t in s.values() if t.dim())
-            start += state + sum(p.grad.nbytes for p in training.model.parameters() if p.grad is not None)
+            states = [t for s in training.optimizer.state.values() for t in s.values() if t.dim()]
+            start += bytes_of(states) + bytes_of(p.grad for p in training.model.parameters() if p.grad is not None)
             taken = start + peak_bytes(training.step)
             training.optimizer.step()
             fit.wait()
         status = fit.status()
 
-    assert status.planned_steps == 2 and state
+    assert status.planned_steps == 2 and states
     assert status.last_peak_bytes == taken
 
 

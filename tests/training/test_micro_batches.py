@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.watched_training import Layered, activation_bytes, batch_of, resident_bytes
+from support.watched_training import Layered, activation_bytes, batch_of, bytes_of, resident_bytes
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
@@ -20,7 +20,7 @@ def accumulated(model, micro_batches=3, steps=4, fit=None):
     losses, peaks = [], [[] for _ in range(micro_batches)]
     for _ in range(steps):
         for n in range(micro_batches):
-            there = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+            there = bytes_of(p.grad for p in model.parameters() if p.grad is not None)
 
             def step():
                 output = model(x)  # which lives on through backward, as in a rehearsal
@@ -108,7 +108,7 @@ def test_gradients_that_are_freed_between_forward_and_backward_are_there_in_forw
         torch.manual_seed(3)
         losses, peaks = [], []
         for _ in range(steps):
-            there = weights + x.nbytes + sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+            there = weights + x.nbytes + bytes_of(p.grad for p in model.parameters() if p.grad is not None)
 
             def step():
                 loss = model(x).square().mean()

@@ -118,7 +118,7 @@ def trained(step, replays_of_each: int):
         model.zero_grad()
         patched.setattr(Recipe, "replay", counting)
         before = resident_bytes(model) + x.nbytes
-        with measuring("cpu") as counter:
+        with measuring(x.device) as counter:
             step(model, x)
         assert fit.status().in_force
     equal = all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.watched_training import resident_bytes
+from support.watched_training import bytes_of, resident_bytes
 from torch import nn
 
 import lowtide
@@ -24,7 +24,7 @@ def train(model: nn.Module, fit: lowtide.Fit | None, count: int = 6) -> tuple[li
             loss.backward()
             losses.append(loss.detach().clone())
 
-        before = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        before = bytes_of(p.grad for p in model.parameters() if p.grad is not None)
         peaks.append(before + peak_bytes(step))
         with torch.no_grad():
             for p in model.parameters():

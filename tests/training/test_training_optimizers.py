@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.watched_training import Layered, batch_of, resident_bytes
+from support.watched_training import Layered, batch_of, bytes_of, resident_bytes
 from torch import nn
 
 import lowtide
@@ -101,7 +101,7 @@ def test_what_fit_was_given_stays_and_others_join_it():
     both = known.all()
     assert isinstance(both, OptimizerGroup) and both.optimizers == (given, other)
     state = existing_state_bytes(both)
-    assert state == sum(p.nbytes for p in parameters[:2]) + 2 * sum(p.nbytes for p in parameters[2:])
+    assert state == bytes_of(parameters[:2]) + 2 * bytes_of(parameters[2:])
 
 
 def test_a_name_holds_until_an_optimizer_has_stepped():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from support.quick import thorough_but
 from support.training_steps import is_clean
-from support.watched_training import Layered, reasons_of, resident_bytes, same
+from support.watched_training import Layered, bytes_of, reasons_of, resident_bytes, same
 from torch import nn
 
 import lowtide
@@ -78,7 +78,7 @@ def budget_for(model, step, share):
     """A share of what the step makes, above weights, gradients and batch."""
     copied = copy.deepcopy(model)
     step(copied, X).backward()
-    resident = resident_bytes(copied) + sum(p.grad.nbytes for p in copied.parameters() if p.grad is not None) + X.nbytes
+    resident = resident_bytes(copied) + bytes_of(p.grad for p in copied.parameters() if p.grad is not None) + X.nbytes
     return resident, resident + int(share * peak_bytes(lambda: step(copied, X).backward()))
 
 

@@ -61,6 +61,11 @@ def allocated_bytes(device: str | torch.device) -> int | None:
     return _statistic(index_of(device), "allocated_bytes.all.current")
 
 
+def counts_all(device: str | torch.device) -> bool:
+    """Whether all that is allocated on ``device`` is known; not on a CPU, nor where no statistics are kept."""
+    return is_accelerator(device) and allocated_bytes(device) is not None
+
+
 def reserved_bytes(device: str | torch.device) -> int | None:
     """What an accelerator's allocator has taken from it; None where it keeps no statistics, and on a CPU."""
     return _statistic(index_of(device), "reserved_bytes.all.current") if is_accelerator(device) else None

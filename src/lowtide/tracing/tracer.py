@@ -15,7 +15,7 @@ from torch import nn
 
 from lowtide.device.autocast import outside_autocast
 from lowtide.device.block_size import block_bytes
-from lowtide.device.memory import allocated_bytes as device_bytes
+from lowtide.device.memory import allocated_bytes, counts_all
 from lowtide.device.names import device_name, is_accelerator
 from lowtide.errors import LowtideError, StepError
 from lowtide.graph.gradients import with_gradients_before, with_gradients_made
@@ -177,7 +177,7 @@ def finished_graph(
     except UnknownStateError as error:
         unknown = {"optimizer": str(error)}
     resident = resident_bytes(model, batch, device, received - made, existing_state_bytes(optimizer, device), block)
-    if hollow is None and not is_accelerator(device):  # there the allocator has counted them
+    if hollow is None and not counts_all(device):  # there the allocator has counted them
         # Targets, mostly: they were there before the step, and the model was not called with them.
         resident["batch"] += sum(_in_blocks(builder.storages[n].bytes, block) for n in recorder.live.take_as_inputs())
     return builder.build(
@@ -319,10 +319,10 @@ def resident_bytes(
         ),
         "other": ddp_bucket_bytes(model),
     }
-    if is_accelerator(device) and (allocated := device_bytes(device)) is not None:
+    if counts_all(device):
         existing = total(grad for p in model.parameters() if (grad := gradient_of(p)) is not None)
         known = by_part["parameters"] + by_part["buffers"] + by_part["batch"] + existing + optimizer_bytes
-        by_part["other"] = max(0, allocated - known)
+        by_part["other"] = max(0, (allocated_bytes(device) or 0) - known)
     return by_part
 
 

@@ -7,9 +7,10 @@ from itertools import chain
 import torch
 from torch import nn
 
+from lowtide.device.block_size import in_blocks
 from lowtide.device.kept_workspaces import KeptWorkspaces
 from lowtide.device.memory import allocated_bytes as device_bytes
-from lowtide.device.memory import available_bytes, bytes_in_pieces
+from lowtide.device.memory import available_bytes, bytes_in_pieces, counts_all
 from lowtide.device.names import is_accelerator
 from lowtide.errors import BudgetInfeasibleError, DeviceError
 from lowtide.graph.costs import Costs
@@ -54,6 +55,7 @@ class StepBudget:
         optimizers: What trains the model.
         batch_bytes: Of the last step without a plan: what is beside these when it starts.
         is_of_reserved: The budget is of what the allocator reserves.
+        counts_all: All that is allocated on the device is known, and among what is resident.
         judged_bytes: What the present step's peak is compared with.
         taken_off_bytes: So much lower than what was asked for do steps aim, since they took more.
         segments_bytes: Of the budget, what the last step without a plan left for segments that are not full, or since
@@ -137,8 +139,9 @@ class StepBudget:
         """Note the resident memory of a step that starts now, on ``batch``."""
         of_model, self.batch_bytes = self._bytes_of(model, batch)
         self._workspaces.take(self.device)
-        allocated = device_bytes(self.device) if is_accelerator(self.device) else None
-        self.resident_bytes = max(of_model, (allocated or 0) - self.batch_bytes)
+        self.counts_all = counts_all(self.device)
+        allocated = (device_bytes(self.device) if self.counts_all else None) or 0
+        self.resident_bytes = max(of_model, allocated - self.batch_bytes)
 
     def quick_resident_bytes(self, model: nn.Module, parameter_bytes: int) -> int:
         """What ``read_memory`` would find of a model on a CPU, in a microsecond a parameter.
@@ -153,7 +156,7 @@ class StepBudget:
                 if type(part) not in _PLAIN or part.device != self.device or storage_of(part) is None:
                     return self._bytes_of(model)[0]
                 storage = part.untyped_storage()
-                sizes[storage._cdata] = storage.nbytes()
+                sizes[storage._cdata] = in_blocks(storage.nbytes(), self.device.type)
         key = parameter_bytes, len(getattr(self.optimizers.all(), "state", None) or ())
         if key != self._quick_key:
             self._quick_key, self._quick_state_bytes = key, self.state_bytes()
@@ -175,7 +178,7 @@ class StepBudget:
     def for_step(self, model: nn.Module, batch: object, made_bytes: int = 0) -> int:
         """Bytes for what a step makes that starts now, on ``batch``, or that has made and holds ``made_bytes``."""
         self.read_memory(model, batch)
-        if is_accelerator(self.device):  # where all that is allocated is among what is resident
+        if self.counts_all:  # what was made is among what is resident
             self.resident_bytes -= made_bytes
         there = self.resident_bytes + self.batch_bytes
         if self.absolute_bytes is None:  # a percentage: the first step may take what is free

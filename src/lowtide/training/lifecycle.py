@@ -219,8 +219,8 @@ class Lifecycle:
         assert planned is not None and model is not None
         made = self.memory.made_bytes()
         made = made if made is not None and made > 0 else planned.made_bytes_after(last_op)
-        # On an accelerator the batch is resident, as all that was there before the step.
-        there = made if is_accelerator(self._budget.device) else planned.graph.resident["batch"] + made
+        # Where all that is allocated is known, the batch is resident, as all that was there before the step.
+        there = made if self._budget.counts_all else planned.graph.resident["batch"] + made
         if (counted := planned.tape.planned_bytes) is not None and counted.passed_by:
             self._reasons.say_first("passed", _held_more(counted.passed_by))
         try:
@@ -234,7 +234,7 @@ class Lifecycle:
         watch = kind(model, budget_bytes, self._expected, self._known_calls)
         self.step.watch = watch
         watch.begin_step(unseen_bytes)
-        if self._expected.inputs_bytes is None and not (unseen_bytes or is_accelerator(self._budget.device)):
+        if self._expected.inputs_bytes is None and not (unseen_bytes or self._budget.counts_all):
             # They are mostly as large as the batch; there may be more of them.
             likely = max(self._budget.batch_bytes, likely_target_bytes(model, batch, self._budget.device))
             watch.reserve(int(min(likely, _MOST_RESERVED * budget_bytes)))

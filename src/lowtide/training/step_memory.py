@@ -4,7 +4,6 @@ from torch import nn
 
 from lowtide.device.block_size import in_blocks
 from lowtide.device.memory import allocated_bytes
-from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import missing_bytes, tried_bytes
 from lowtide.options import WARN
 from lowtide.step.data_parallel import gradients_are_buckets, unseen_bucket_bytes
@@ -54,7 +53,7 @@ class StepMemory:
         self._peak = StepPeak(reasons)
         self._was_counted = False  # the last step
         self._has_budget = False  # the present step: no percentage that waits for it
-        # Before the present step: on an accelerator all that was there, on a CPU what is known to be.
+        # Before the present step: all that was there, or, where nobody counts all, what is known to be.
         self._start_bytes = self._parameter_bytes = 0
         self._online_bytes = 0  # what the present step took, as an online tape counts it
 
@@ -99,14 +98,14 @@ class StepMemory:
         Args:
             batch: What the first call of the model is given.
         """
-        before, device = self._parameter_bytes, self._budget.device
-        if is_accelerator(device):
-            start_bytes = allocated_bytes(device)
+        before = self._parameter_bytes
+        if self._budget.counts_all:
+            start_bytes = allocated_bytes(self._budget.device)
             if start_bytes == self._start_bytes:  # as before the last step
                 return None
             self._start_bytes = start_bytes or 0
         self._parameter_bytes = sum(p.nbytes for p in model.parameters())
-        if not is_accelerator(device):
+        if not self._budget.counts_all:
             resident_bytes = self._budget.quick_resident_bytes(model, self._parameter_bytes)
             self._start_bytes = resident_bytes + self._budget.batch_bytes_beside(batch)
         return (before, self._parameter_bytes) if 0 < before != self._parameter_bytes else None
@@ -114,11 +113,11 @@ class StepMemory:
     def outgrown_bytes(self, model: nn.Module, step: PlannedStep) -> int:
         """How much more is there before this step than its plan knows, where the budget has no room for that; else 0.
 
-        On a CPU, of which nobody counts all, that is the model's, the optimizer's and the batch. Not of a sharded model
+        Where nobody counts all, as on a CPU, that is the model's, the optimizer's and the batch. Not of a sharded model
         there: what it gathers comes and goes.
         """
         allocated = self._start_bytes
-        comes_and_goes = self._plans_by_shape.is_sharded and not is_accelerator(self._budget.device)
+        comes_and_goes = self._plans_by_shape.is_sharded and not self._budget.counts_all
         if not allocated or not step.shapes or comes_and_goes:
             return 0
         resident, limit = step.graph.resident, self._budget.limit_bytes
@@ -202,7 +201,7 @@ class StepMemory:
         counted, estimated = self._peak.end(beside_bytes), self._online_bytes or None
         self._was_counted = counted is not None
         if ran_plan and step is not None:
-            if counted is None and is_accelerator(self._budget.device):
+            if counted is None and self._budget.counts_all:
                 counted = step.counted_peak_bytes
             elif step.counted_peak_bytes is None:
                 step.counted_peak_bytes = counted

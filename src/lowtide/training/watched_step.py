@@ -25,7 +25,8 @@ from torch._C import _storage_Use_Count as use_count
 from lowtide.device import values_off
 from lowtide.device.block_size import in_blocks
 from lowtide.device.dispatch import NOTHING
-from lowtide.device.names import device_name, is_accelerator
+from lowtide.device.memory import counts_all
+from lowtide.device.names import device_name
 from lowtide.errors import UnsupportedModelError
 from lowtide.estimation.roofline import estimate
 from lowtide.graph.costs import Costs
@@ -83,7 +84,7 @@ class WatchedStep(OnlineTape):
         self.recorder.functions.on_error = self.stop_recording
         self._assignments = None  # the recorder looks
         self._calls_compiled_code = False
-        self._counts_inputs = not is_accelerator(device_of(model))  # there all that was allocated is known
+        self._counts_inputs = not counts_all(device_of(model))
         self._num_looked_at = 0  # storages of the record: which of them are inputs is known
         self._inputs_bytes = 0  # of what was there before the step, and no call of the model was given
         self._expected_inputs_bytes = self._expected.inputs_bytes or 0  # counted as live from the start
@@ -348,7 +349,7 @@ class WatchedStep(OnlineTape):
         self.recorder.cut()
         self._expected.inputs_bytes = self._inputs_bytes
         graph = finished_graph(self.recorder, model, (), optimizer, self._received)
-        if is_accelerator(graph.device):  # at the end, what the caller holds of the step is there too
+        if not self._counts_inputs:  # at the end, what the caller holds of the step is there too
             state_before = existing_state_bytes(optimizer, device_of(model)) - self.recorder.made_state_bytes
             # DDP's gradients may be parts of buckets, which are there before, whatever ``.grad`` says then.
             views_bytes = sum(
@@ -356,6 +357,7 @@ class WatchedStep(OnlineTape):
                 for name, p in model.named_parameters()
                 if name in self._received - self._had_gradients - self.recorder.new_gradients.keys()
                 for grad in plain_tensors(gradient_of(p))
+                if storage_of(grad) is not None  # a sparse one is no part of a bucket, and has no size of its own
             )
             self._resident["other"] = max(0, self._other_bytes - state_before - views_bytes)
         targets = self.recorder.sums.targets
