@@ -35,12 +35,12 @@ def step(model, batch):
 
 def test_windows_may_overlap_in_any_way():
     first = count()
-    a = torch.empty(1000, dtype=torch.uint8)
+    a = torch.empty(1000, dtype=torch.uint8, device="cpu")
     second = count()
     del a
-    b = torch.empty(300, dtype=torch.uint8)
+    b = torch.empty(300, dtype=torch.uint8, device="cpu")
     first.close()
-    c = torch.empty(500, dtype=torch.uint8)
+    c = torch.empty(500, dtype=torch.uint8, device="cpu")
     second.close()
     del b, c
 
@@ -101,10 +101,10 @@ def test_a_window_that_another_thread_closes_counts_no_more_and_the_next_one_doe
     thread = Thread(target=window.close)
     thread.start()
     thread.join()
-    torch.empty(1000)
+    torch.empty(1000, device="cpu")
     assert window.peak_bytes == 0
     again = count()
-    held = torch.empty(1000, dtype=torch.uint8)
+    held = torch.empty(1000, dtype=torch.uint8, device="cpu")
     again.close()
     assert again.peak_bytes == held.nbytes
 

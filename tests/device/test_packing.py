@@ -67,7 +67,7 @@ def test_nothing_moves_where_the_host_has_no_room(in_pieces, monkeypatch):
 
 
 def test_memory_of_the_host_stays_where_it_is():
-    x = torch.ones(3)
+    x = torch.ones(3, device="cpu")
     assert not lay_together([x.untyped_storage()], x.device)
 
 

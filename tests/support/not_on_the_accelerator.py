@@ -52,6 +52,7 @@ LEFT_OUT = {
     "compiled/": "lowtide.compile is for CPUs",
     "device/test_accelerator_steps.py::test_states_of": _DEFAULT,
     "device/test_accelerator_steps.py::test_what_an_optimizer": _CPU_OP,
+    "device/test_allocation_counter.py::test_what_it_cannot_be_built_without": "without the counter, statistics tell",
     "distributed/test_sharded_guards.py::test_what_a_collective_is_given": "the process group there is Python: no operator of c10d is called",  # noqa: E501
     "distributed/test_sharded_guards.py::test_what_compiled_layers": "a second run finds the freed parameters there before the harm is done",  # noqa: E501
     "distributed/test_sharded_online.py::test_gathered_memory": "run alone, the tape counts up to 5 % more than the allocator there; not looked into",  # noqa: E501
@@ -95,6 +96,7 @@ LEFT_OUT = {
     "training/test_watched_loops.py::test_two_fits_in_two_threads": _THREADS,
     "training/test_watched_fit.py::test_what_the_watched_step_has_proven": _TOY,
     "training/test_watched_fit_errors.py::test_after_a_step_without_enough_memory": _BLOCKS,
+    "training/test_watched_fit_errors.py::test_writes_through_data": "a device tells later (accelerator/test_seals.py)",
     "tape/offload/test_host_tier.py": _DEFAULT,
     "tape/offload/test_offloaded_tensor.py::test_a_bit_that_flips_on_disk": _DISK,
     "tape/offload/test_offloaded_tensor.py::test_a_device_that_cannot_be_read": _DISK,
@@ -158,6 +160,7 @@ LEFT_OUT = {
 _LIBRARY = "the test needs cuSOLVER, which the stand-in does not have"
 _PADDED = "attention there rounds the test's lengths up: sizes follow from those of no other lengths"
 LEFT_OUT_OF_CUDA = {
+    "device/test_allocation_counter.py::test_a_profiler_that_starts": "PyTorch's profiler does not start on the stand-in",  # noqa: E501
     "device/test_default_device.py::test_other_accelerators": _DEFAULT,
     "doctor/test_gains.py::test_a_tensor_at_the_address_of_a_dead_copy": "no tensor gets that address there",
     "integrations/test_examples.py": "the examples train on a CPU",

@@ -3,8 +3,8 @@
 Two devices are known: ``standin``, the tests' own accelerator, and ``cuda``, PyTorch's CUDA build on its stand-in. A
 test that names no device then makes its tensors there, where streams run late. ``LEFT_OUT`` has the tests that cannot
 run so, by the beginning of their id, each with its reason; ``LEFT_OUT_OF_CUDA`` has more. For those in ``MODEL_ALONE``
-the allocator does not tell what else is allocated, nor the peak of a step with that in it, and its segments grow, so
-that it splits every block.
+the allocator does not tell what else is allocated, steps are counted from their start, and segments grow, so that every
+block is split.
 """
 
 import importlib
@@ -20,6 +20,7 @@ from support.not_on_the_accelerator import LEFT_OUT, LEFT_OUT_OF_CUDA, MODEL_ALO
 
 from lowtide import api
 from lowtide.device import allocation_counter, memory
+from lowtide.device.kept_workspaces import KeptWorkspaces
 from lowtide.measurement import allocator
 from lowtide.tracing import tracer
 from lowtide.training import budget, watched_step
@@ -96,6 +97,7 @@ class Switched:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        KeptWorkspaces().take(torch.get_default_device())  # no measurement of a test is the first that has them taken
         before = self._device.launched()
         try:
             with self._device.schedule(LATE, LATE):
