@@ -7,6 +7,7 @@ from support.training_steps import drop_everything, mlp
 
 import lowtide
 from lowtide.device import streams
+from lowtide.training.budget import StepBudget
 
 STATISTICS = (
     "memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
@@ -49,6 +50,16 @@ def test_a_fit_is_reported_where_no_peak_can_be_measured(no_statistics):
         assert fit.verify(batch).equal
         report = fit.report()
     assert next(row for line in report.splitlines() if (row := line.split())[:1] == ["measured"])[1:3] == ["-", "-"]
+
+
+def test_what_a_step_has_made_is_not_taken_off_what_is_resident_where_nobody_counts_it_there(no_statistics):
+    model = mlp(4, 32).to("standin")
+    budget = StepBudget(model, 1 << 20)
+
+    assert not budget.counts_all and budget.resident_bytes > 4096
+    assert (
+        budget.for_step(model, (), made_bytes=4096) == (1 << 20) - budget.resident_bytes == budget.for_step(model, ())
+    )
 
 
 def test_a_cache_waits_for_layers_where_nothing_is_copied_beside_the_computation(no_streams, caplog):

@@ -31,6 +31,7 @@ from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
 from lowtide.device.streams import current_stream
 from lowtide.errors import LostMemoryError
+from lowtide.simulation.caching_allocator import expandable_segments_here
 from lowtide.step import module_calls
 from lowtide.step.backward_entry import in_last_backward, observe
 from lowtide.step.data_assignments import OTHER_MEMORY, DataAssignedError, DataAssignmentGuard
@@ -81,7 +82,7 @@ _OUT_OF_MEMORY = object()
 _OWN_REFERENCES = 2  # to a storage that one tensor has: the tensor's, and the storage's Python object
 _NEARLY_FULL = 0.5  # of the budget lives
 _OPS_BETWEEN_LOOKS = 4  # at what the device's allocator counts: 0.1 ms each
-_MOST_UNSPLIT_BYTES = 1 << 20  # of a large block, which counts as a whole
+_MOST_UNSPLIT_BYTES = 1 << 20  # of a large block, which counts as a whole; where segments grow, each block is split
 _OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
 
 
@@ -128,6 +129,7 @@ class OnlineTape(HookedMode):
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._number = 0
         self._bytes_before = 0  # allocated on the device before the step
+        self._unsplit_bytes = 0  # of a block of its allocator, at most
         self._pauses = 0
         self._reserved_bytes = 0  # of the budget, for targets that only the loss will show
         self._paths: list[str] = []  # of the open module calls
@@ -157,6 +159,7 @@ class OnlineTape(HookedMode):
         if first is not None and is_accelerator(first.device):
             run.stream = current_stream(first.device)
             self.releaser.device = first.device
+            self._unsplit_bytes = 0 if expandable_segments_here() else _MOST_UNSPLIT_BYTES
             self._bytes_before = (allocated_bytes(first.device) or 0) - unseen_bytes
         if model is not None and (self._wrapped or run.gathered is not None):
             self._windows = run.windows = OpenWindows(model)
@@ -399,7 +402,7 @@ class OnlineTape(HookedMode):
         """
         if self.live.now > _NEARLY_FULL * self.releaser.budget_bytes:
             counted = (allocated_bytes(device) or 0) - self._bytes_before
-            self.releaser.aside_bytes = max(0, counted - self.live.now) + _MOST_UNSPLIT_BYTES  # of the next block
+            self.releaser.aside_bytes = max(0, counted - self.live.now) + self._unsplit_bytes  # of the next block
 
     def _run_view(self, need: Need, inputs: list[torch.Tensor], func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an op of forward that makes nothing: who reads what it returns names memory, and how it lies there."""
