@@ -23,7 +23,7 @@ from lowtide.device import allocation_counter, memory
 from lowtide.device.kept_workspaces import KeptWorkspaces
 from lowtide.measurement import allocator
 from lowtide.tracing import tracer
-from lowtide.training import budget, watched_step
+from lowtide.training import budget, step_peak, watched_step
 
 _STARTED_WORK = "started work on the accelerator"
 
@@ -92,6 +92,7 @@ class Switched:
             if alone:
                 for module in (tracer, budget, watched_step):
                     patch.setattr(module, "counts_all", lambda device: False)
+                patch.setattr(step_peak, "is_accelerator", lambda device: False)
                 patch.setattr(allocation_counter, "AllocationWindow", FromItsStart)
             return (yield)
 
