@@ -41,20 +41,21 @@ def model_of_blocks() -> nn.Module:
 
 def test_steps_stay_within_the_budget_and_take_what_is_predicted():
     resident = resident_bytes(model_of_blocks())
-    allowed = int(0.55 * max(steps(model_of_blocks(), None)))
+    allowed = int(0.5 * max(steps(model_of_blocks(), None)))
     model = model_of_blocks()
     with lowtide.fit(model, budget=resident + allowed) as fit:
         peaks = steps(model, fit)
         assert fit.status().planned_steps >= 2  # one more where the first plan comes soon
         assert fit.graph.resident["batch"] == 2 * ROWS * WIDTH * 4
-        assert max(peaks) <= allowed
+        assert peaks[0] <= 1.02 * allowed  # what a kernel of a device takes beside what it makes shows when it runs
+        assert max(peaks[1:]) <= allowed
         assert peaks[-1] == fit.plan.predicted_peak_bytes - resident
 
 
 def first_peaks(monkeypatch, missing: str | None) -> list[int]:
-    """Of two steps within 0.55 of the plain peak, with no plan, however late the second one comes."""
+    """Of two steps within half of the plain peak, with no plan, however late the second one comes."""
     resident = resident_bytes(model_of_blocks())
-    allowed = int(0.55 * max(steps(model_of_blocks(), None)))
+    allowed = int(0.5 * max(steps(model_of_blocks(), None)))
     model = model_of_blocks()
     with monkeypatch.context() as patch:
         patch.setattr(PlansByShape, "request", lambda *args, **named: None)
