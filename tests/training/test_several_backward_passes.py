@@ -1,6 +1,5 @@
 """Several backward passes over one graph: what is made again in a pass stays for it, and goes between passes."""
 
-import gc
 from collections import Counter
 from dataclasses import replace
 
@@ -118,7 +117,6 @@ def trained(step, replays_of_each: int):
         step(model, x)  # proves its ops
         model.zero_grad()
         patched.setattr(Recipe, "replay", counting)
-        gc.collect()  # a graph of gradients lies in a circle: freed in the step, it would lower its peak
         before = resident_bytes(model) + x.nbytes
         with measuring(x.device) as counter:
             step(model, x)
