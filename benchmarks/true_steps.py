@@ -12,7 +12,8 @@ budget is what is resident and 60 % of the rest of the plain peak.
 
 - Peaks: the allocator's, of each step, on top of what is resident before it (weights, gradients, optimizer states, the
   batch). The predicted one is that of the plan that the step ran under. On CUDA: what ``torch.cuda.
-  max_memory_allocated()`` says after each step, with one training at a time on the device.
+  max_memory_allocated()`` says after each step. There each training has a process of its own: autograd orders nodes by
+  numbers that each thread counts for itself, so what ran before changes the order of second derivatives, and the peak.
 - Times: processor time, steps of the trainings in turn, medians. Where a step ends with the next one's call, lowtide
   would see the plain steps in between: there the trainings are timed one after the other.
 - Bits: losses of each step and the weights after all of them, against the plain training's.
@@ -23,6 +24,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
+import pickle
 import statistics
 import sys
 import time
@@ -120,7 +123,6 @@ class Run:
         self.seconds: list[float] = []  # of processor time, of steps whose peak nobody measured
         self.counts_peaks = True
         self.status: lowtide.Status | None = None  # after all steps of a fitted training
-        self.others_bytes = 0  # on the device: what trainings before this one have left in cycles through C++
         self.left_bytes = 0  # what was resident after the last step
         self._weights: list[torch.Tensor] | None = None
         self._steps = 0
@@ -145,7 +147,7 @@ class Run:
         if torch.get_default_device().type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             yield
-            self.peaks.append(torch.cuda.max_memory_allocated() - self.others_bytes)
+            self.peaks.append(torch.cuda.max_memory_allocated())
         else:
             before = self.resident_bytes()
             with measuring("cpu") as counter:
@@ -160,7 +162,7 @@ class Run:
         """Of the plan that the last step ran under, if that was made for a batch of these sizes."""
         assert self.fit is not None
         plan, sizes = self.fit.plan, str(list(self.training.batch[0].shape)).replace(" ", "")
-        return plan.measurable_peak_bytes - self.others_bytes if sizes in plan.calls[0].replace(" ", "") else None
+        return plan.measurable_peak_bytes if sizes in plan.calls[0].replace(" ", "") else None
 
     def resident_bytes(self) -> int:
         model = self.training.model
@@ -182,7 +184,7 @@ class Run:
     def keep_results(self) -> None:
         """The weights move to the host, the training goes."""
         self.left_bytes = self.resident_bytes()
-        self._weights = [tensor.cpu() for tensor in self.weights()]
+        self._weights = [tensor.detach().cpu() for tensor in self.weights()]
         del self.training, self.fit
 
     def same_as(self, other: Run) -> bool:
@@ -234,35 +236,49 @@ def line(kind: Kind, *, rounds: int) -> dict:
 
 
 def line_on_cuda(kind: Kind) -> dict:
-    """Run the kind in this process, one training at a time, for what the device's allocator counts is all of them."""
-    torch.set_default_device("cuda")
-    torch.zeros(8, 8, requires_grad=True).mm(torch.zeros(8, 8)).sum().backward()  # cuBLAS' workspaces are there now
-
-    def trained(train: Callable[[Run], None], *, checkpointed: bool = False) -> Run:
-        others = torch.cuda.memory_allocated() - start
-        run = Run(kind.make, checkpointed=checkpointed)
-        run.others_bytes = others
-        train(run)
-        if run.fit is not None:
-            run.fit.remove()
-        run.keep_results()
-        gc.collect()
-        torch.cuda.empty_cache()
-        return run
+    """Run each training of the kind on the device, in a process of its own."""
 
     def steps(run: Run) -> None:
         for _ in range(STEPS):
             run.step()
 
-    start = torch.cuda.memory_allocated()
-    plain = trained(steps)
-    checkpointed = trained(steps, checkpointed=True) if kind.checkpoints else None
+    plain, start, device = _alone(kind, steps)
+    checkpointed = _alone(kind, steps, checkpointed=True)[0] if kind.checkpoints else None
     budget = _budget(kind, start + plain.left_bytes, plain, checkpointed)
-    ours = trained(lambda run: _train_fitted(run, budget))
+    ours, _, _ = _alone(kind, lambda run: _train_fitted(run, budget))
     found = _found("cuda", kind, start + plain.left_bytes, budget, plain, checkpointed, ours)
-    name = torch.cuda.get_device_name()
-    device = f"CUDA's stand-in for an {name}" if is_cuda_stand_in() else name
     return found | {"bitwise_equal": plain.same_as(ours)} | provenance() | {"device": device}
+
+
+def _alone(kind: Kind, train: Callable[[Run], None], *, checkpointed: bool = False) -> tuple[Run, int, str]:
+    """A training in a process of its own; what the device's libraries take there, and the device's name.
+
+    Nothing has run on a device in this process, so a copy of it may begin.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def run_there() -> None:
+        torch.set_default_device("cuda")
+        torch.zeros(8, 8, requires_grad=True).mm(torch.zeros(8, 8)).sum().backward()  # cuBLAS' workspaces are there now
+        start, name = torch.cuda.memory_allocated(), torch.cuda.get_device_name()
+        run = Run(kind.make, checkpointed=checkpointed)
+        train(run)
+        if run.fit is not None:
+            run.fit.remove()
+        run.keep_results()
+        device = f"CUDA's stand-in for an {name}" if is_cuda_stand_in() else name
+        sender.send_bytes(pickle.dumps((run, start, device)))
+
+    child = multiprocessing.get_context("fork").Process(target=run_there)
+    child.start()
+    sender.close()
+    try:
+        found: tuple[Run, int, str] = pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        child.join()
+        raise RuntimeError(f"the process of {kind.name} ended with {child.exitcode}") from None
+    child.join()
+    return found
 
 
 def _budget(kind: Kind, start: int, plain: Run, checkpointed: Run | None) -> int:
@@ -276,7 +292,7 @@ def _budget(kind: Kind, start: int, plain: Run, checkpointed: Run | None) -> int
 
 def _train_fitted(run: Run, budget: int) -> None:
     """All steps; with the optimizers, else nothing is known of their state before the first one."""
-    run.fit = lowtide.fit(run.training.model, budget=budget + run.others_bytes, optimizer=run.training.optimizers)
+    run.fit = lowtide.fit(run.training.model, budget=budget, optimizer=run.training.optimizers)
     for i in range(STEPS):
         run.step()
         if i == PLANNED_AFTER - 1:
