@@ -18,10 +18,11 @@ def call_of(first: int, last: int) -> TapedCall:
 class Step:
     """One whose bytes are ``holds``, under a plan of four ops that takes 40 MiB of ``most``."""
 
-    def __init__(self, most: int = 40 * MIB, start: int = 0) -> None:
+    def __init__(self, most: int = 40 * MIB, start: int = 0, unsplit: int = 0) -> None:
         self.holds: int | None = start
+        self.unsplit = unsplit
         self.planned = PlannedBytes(BEFORE, AFTER, 40 * MIB)
-        self.planned.begin_step(most, lambda: self.holds)
+        self.planned.begin_step(most, lambda: self.holds, lambda: self.unsplit)
         self.planned.begin_call(call_of(0, 3))
 
     def leaves(self, op: int, holds: int | None, *, has_run: bool = True) -> bool:
@@ -72,3 +73,14 @@ def test_calls_that_make_little_are_not_looked_into():
     assert planned.rises_in(call_of(0, 3)) is False
     assert Step().planned.rises_in(call_of(0, 3)) is True
     assert planned.rises_in(call_of(0, -1)) is False
+
+
+@pytest.mark.parametrize("unsplit, leaves", [(3, True), (4, False)])
+def test_what_an_allocator_does_not_split_off_is_no_sign_of_other_sizes(unsplit, leaves):
+    """1 MiB of it was there before the step."""
+    step = Step(unsplit=1 * MIB)
+    step.unsplit = unsplit * MIB
+
+    assert step.leaves(1, 23 * MIB) == leaves
+    step.holds = 43 * MIB
+    assert step.planned.is_full() == leaves

@@ -66,6 +66,14 @@ def counts_all(device: str | torch.device) -> bool:
     return is_accelerator(device) and allocated_bytes(device) is not None
 
 
+def unsplit_bytes(device: str | torch.device) -> int:
+    """What an accelerator's allocator counts as allocated beyond what was asked for; 0 where it does not tell."""
+    if not is_accelerator(device):
+        return 0
+    asked = _statistic(index_of(device), "requested_bytes.all.current")
+    return max(0, (allocated_bytes(device) or 0) - asked) if asked else 0
+
+
 def reserved_bytes(device: str | torch.device) -> int | None:
     """What an accelerator's allocator has taken from it; None where it keeps no statistics, and on a CPU."""
     return _statistic(index_of(device), "reserved_bytes.all.current") if is_accelerator(device) else None

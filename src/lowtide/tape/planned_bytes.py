@@ -2,7 +2,8 @@
 
 Sizes may depend on data, and a batch may hide them in an object: then a step runs the planned ops, and takes more.
 What lives is looked at where a module call begins or ends, and before each op that the tape sees: one call of the
-allocation counter each time.
+allocation counter each time. An allocator counts a large block whole, also what nobody asked for of it: that is no sign
+of other sizes, and which block it takes depends on what ran before.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +13,10 @@ from lowtide.tape.program import TapedCall
 TOLERANCE = 0.01  # of what may live
 _WORTH_A_LOOK = 0.1  # of what may live: a call that adds less is not looked into
 _OWN_BYTES = 1 << 16  # what the tape itself may take
+
+
+def _none() -> int:
+    return 0
 
 
 class PlannedBytes:
@@ -30,14 +35,17 @@ class PlannedBytes:
         self._before, self.after = before, after
         self._peak, self._most, self._tolerance = peak, 0, 0.0
         self.now: Callable[[], int | None] = _nobody_counts
+        self._unsplit: Callable[[], int] = _none
+        self._unsplit_before = 0  # the step
         self._start = self._planned_start = self._offset = 0  # when the call began: what lived, was planned, was beside
         self._allowance = 0.0  # so much more than planned may live without a closer look
         self._rises: dict[TapedCall, bool] = {}
         self.passed_by = 0
 
-    def begin_step(self, most: int, now: Callable[[], int | None]) -> None:
-        """Another step begins, which may make and hold ``most``."""
+    def begin_step(self, most: int, now: Callable[[], int | None], unsplit: Callable[[], int] = _none) -> None:
+        """Another step begins, which may make and hold ``most``; ``unsplit`` of what lives, nobody has asked for."""
         self.now, self.passed_by = now, 0
+        self._unsplit, self._unsplit_before = unsplit, unsplit()
         if max(self._peak, most) != self._most:
             self._most = max(self._peak, most)
             self._tolerance = TOLERANCE * self._most + _OWN_BYTES
@@ -68,6 +76,9 @@ class PlannedBytes:
         planned = self.after[op] if has_run else self._before[op]
         if now is None or now <= planned + self._allowance:
             return False
+        now -= self._unsplit_in_step()
+        if now <= planned + self._allowance:
+            return False
         grown, planned = now - self._start, planned - self._planned_start
         excess = max(0, grown - planned)
         ratio = 1.0 if excess <= self._tolerance else grown / max(planned, 1)
@@ -81,8 +92,14 @@ class PlannedBytes:
         now = self.now()
         if now is None or now <= self._most:
             return False
-        self.passed_by = now - self._peak
+        now -= self._unsplit_in_step()
+        if now <= self._most:
+            return False
+        self.passed_by = max(0, now - self._peak)
         return True
+
+    def _unsplit_in_step(self) -> int:
+        return max(0, self._unsplit() - self._unsplit_before)
 
 
 def _nobody_counts() -> None:

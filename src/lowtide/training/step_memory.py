@@ -3,7 +3,7 @@
 from torch import nn
 
 from lowtide.device.block_size import in_blocks
-from lowtide.device.memory import allocated_bytes
+from lowtide.device.memory import allocated_bytes, unsplit_bytes
 from lowtide.device.out_of_memory import missing_bytes, tried_bytes
 from lowtide.options import WARN
 from lowtide.step.data_parallel import gradients_are_buckets, unseen_bucket_bytes
@@ -172,7 +172,8 @@ class StepMemory:
         if self._budget.is_of_reserved or not self._has_budget or self._peak.made_bytes is None:
             return None
         most = max(self._budget.limit_bytes, self._plans_by_shape.allowed_bytes(step.shapes[0]))
-        step.planned_bytes.begin_step(most - step.graph.start_bytes, self._peak.made_bytes)
+        device, made = self._budget.device, self._peak.made_bytes
+        step.planned_bytes.begin_step(most - step.graph.start_bytes, made, lambda: unsplit_bytes(device))
         return step.planned_bytes
 
     def stop_counting(self) -> None:

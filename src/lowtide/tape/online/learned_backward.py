@@ -12,7 +12,7 @@ number of tensors than was learned.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.release import Releaser
 from lowtide.tape.online.room import LearnedBackward
 
+_UNPACKED_BETWEEN_LOOKS = 4  # at what the device's allocator counts
 _ROOM_ON_DEVICE = 2  # times what backward holds at most has to be free: nobody lets go of more where memory runs out
 
 
@@ -64,24 +65,37 @@ class SeenBackward:
 
 
 class UnseenBackward:
-    """One whose ops are not seen: what they hold is left free in the budget."""
+    """One whose ops are not seen: what they hold is left free in the budget.
 
-    def __init__(self, learned: LearnedBackward, live: LiveBytes, releaser: Releaser) -> None:
+    Args:
+        unsplit_bytes: What the device's allocator counts beside the step's storages and so many bytes of backward's.
+    """
+
+    def __init__(
+        self, learned: LearnedBackward, live: LiveBytes, releaser: Releaser, unsplit_bytes: Callable[[int], int]
+    ) -> None:
         self._learned, self._live, self._releaser = learned, live, releaser
+        self._unsplit_bytes, self._unsplit = unsplit_bytes, 0
         self._at = 0
         self.note_unpacked()
 
     def note_unpacking(self) -> None:
         """A tensor is about to be unpacked, and perhaps made again: backward holds what it has made so far."""
         self._at += 1
-        self._releaser.aside_bytes = _at(self._learned.held_bytes, self._at)
+        held = _at(self._learned.held_bytes, self._at)
+        if self._at % _UNPACKED_BETWEEN_LOOKS == 0:
+            self._unsplit = self._unsplit_bytes(held)
+        self._releaser.aside_bytes = held + self._unsplit
 
     def note_unpacked(self) -> None:
         """Room is made for what comes until the next one."""
         releaser, live = self._releaser, self._live
-        releaser.aside_bytes = _at(self._learned.most_bytes, self._at)
+        if self._at == 0:
+            self._unsplit = self._unsplit_bytes(0)
+        most = _at(self._learned.most_bytes, self._at)
+        releaser.aside_bytes = most + self._unsplit
         releaser.make_room(0)
-        live.peak = max(live.peak, live.now + releaser.aside_bytes)
+        live.peak = max(live.peak, live.now + most)
 
     def end(self) -> bool:
         """Whether it was the one that was learned."""

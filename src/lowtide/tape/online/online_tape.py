@@ -230,7 +230,7 @@ class OnlineTape(HookedMode):
                 return
             learned = known.get(key) if self.may_be_unseen else None
             if learned is not None and has_room_unseen(learned, self.releaser.device):
-                self._unseen_backward = UnseenBackward(learned, self.live, self.releaser)
+                self._unseen_backward = UnseenBackward(learned, self.live, self.releaser, self._unsplit_bytes)
                 remove_mode(self)
         except Exception as error:  # nothing of ours may end the step
             self.give_up(error)
@@ -363,8 +363,8 @@ class OnlineTape(HookedMode):
 
     def _run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = NOTHING) -> Any:
         """Make room, run ``func`` with ``around`` open, leave a recipe. No error of the bookkeeping gets out."""
-        if self.releaser.device is not None and self._number % _OPS_BETWEEN_LOOKS == 0:
-            self._look_at_device(self.releaser.device)
+        if self.releaser.device is not None and self._number % _OPS_BETWEEN_LOOKS == 0 and self._is_nearly_full():
+            self.releaser.aside_bytes = self._unsplit_bytes()
         if around is NOTHING and self.running_call is None:
             need, inputs = self._expected.needs[func], tensors_of(args)
             if not in_last_backward():
@@ -395,14 +395,19 @@ class OnlineTape(HookedMode):
                 self.give_up(error)
         return result
 
-    def _look_at_device(self, device: torch.device) -> None:
-        """Leave free what its allocator counts and no storage of the step shows.
+    def _unsplit_bytes(self, held_bytes: int = 0) -> int:
+        """To be left free: what the device's allocator counts and no storage of the step, nor ``held_bytes``, shows.
 
         That is of large blocks up to 1 MiB each that is not split off, and what others have made meanwhile.
         """
-        if self.live.now > _NEARLY_FULL * self.releaser.budget_bytes:
-            counted = (allocated_bytes(device) or 0) - self._bytes_before
-            self.releaser.aside_bytes = max(0, counted - self.live.now) + self._unsplit_bytes  # of the next block
+        device = self.releaser.device
+        if device is None or not self._is_nearly_full(held_bytes):
+            return 0
+        counted = (allocated_bytes(device) or 0) - self._bytes_before
+        return max(0, counted - self.live.now - held_bytes) + self._unsplit_bytes  # of the next block
+
+    def _is_nearly_full(self, more_bytes: int = 0) -> bool:
+        return self.live.now + more_bytes > _NEARLY_FULL * self.releaser.budget_bytes
 
     def _run_view(self, need: Need, inputs: list[torch.Tensor], func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an op of forward that makes nothing: who reads what it returns names memory, and how it lies there."""
