@@ -7,11 +7,13 @@ from torch import nn
 
 import lowtide
 from lowtide.device import allocation_counter
-from lowtide.device.memory import counted_peak
+from lowtide.device.memory import counted_peak, unsplit_bytes
 from lowtide.device.timing import Spans
 from lowtide.hollow.kernels_here import unmeasured_workspace_bytes
 from lowtide.step.operators import fingerprint
 from lowtide.tape.online.online_tape import OnlineTape
+from lowtide.tape.online.room import ExpectedBytes
+from lowtide.tape.planned_bytes import PlannedBytes
 from lowtide.training.step_memory import StepMemory
 
 NO_HOST = lowtide.Offload(host_budget=None)
@@ -173,3 +175,49 @@ def test_steps_without_a_plan_leave_free_what_blocks_do_not_split_off(cuda, look
         monkeypatch.setattr(fit._lifecycle.plans_by_shape, "request", lambda *_, **__: None)
         peaks = [peak() for _ in range(3)]
     assert (max(peaks) <= budget) == looks
+
+
+def test_a_block_that_is_handed_out_whole_counts_as_unsplit(cuda):
+    before = unsplit_bytes(cuda)
+    torch.empty(20 << 20, dtype=torch.uint8, device=cuda)  # is free again at once
+    held = torch.empty((20 << 20) - (1 << 19), dtype=torch.uint8, device=cuda)
+
+    assert unsplit_bytes(cuda) - before == 1 << 19
+    del held
+
+
+def test_a_planned_step_is_told_what_nobody_asked_for(training, monkeypatch):
+    fit, step = training
+    told, begin = [], PlannedBytes.begin_step
+
+    def begin_step(self, most, now, unsplit):
+        told.append(unsplit)
+        begin(self, most, now, unsplit)
+
+    monkeypatch.setattr(PlannedBytes, "begin_step", begin_step)
+    step()
+    fit.wait()
+    step()
+
+    assert fit.status().planned_steps == 1
+    assert told[-1]() == unsplit_bytes("cuda")
+
+
+def test_room_for_a_sum_over_rows_is_asked_for_after_a_sum_that_took_nothing(cuda):
+    x, total = torch.randn(2048, 512, device=cuda), torch.ops.aten.sum.dim_IntList
+    expected = ExpectedBytes()
+    taken = []
+    for dims in ([1], [0]):
+        assert expected.needs[total].at_most(x.nbytes, [x]) == float("inf")
+        key = expected.key(total, (x, dims, True))
+        foreseen = expected.of(key, total, (x, dims, True), {})
+        with counted_peak(cuda) as counter:
+            result = total(x, dims, True)
+        assert foreseen == counter.peak
+        expected.learn(key, counter.left)
+        expected.needs[total].note(x.nbytes, counter.peak)
+        taken.append(counter.peak)
+        del result
+
+    assert taken[1] > 100 * taken[0]
+    assert expected.needs[total].at_most(x.nbytes, [x.cpu()]) < float("inf")

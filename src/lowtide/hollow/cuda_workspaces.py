@@ -27,6 +27,11 @@ _SMALL_SORT = 4096  # up to here a row is sorted by one block
 _SMALL_EMBEDDING = 3072  # indices; up to here no sort
 
 
+def has_rule(packet: str) -> bool:
+    """Whether what an operator takes besides depends on shapes and strides, by a formula of its own."""
+    return packet in _BY_PACKET
+
+
 def workspace_bytes(func: Any, args: tuple, target: TargetDevice) -> int:
     """Of one call on a CUDA device, in whole blocks.
 
@@ -274,6 +279,7 @@ _RULES: dict[str, Rule] = {
     "aten.convolution": _convolution(0),
     "aten.convolution_backward": _convolution(1),
 }
+_BY_PACKET = frozenset(".".join(name.split(".")[:2]) for name in _RULES)
 # Arguments that a kernel reads from a contiguous copy.
 _MADE_CONTIGUOUS: dict[str, Sequence[int]] = {
     "aten.native_layer_norm": (0,),

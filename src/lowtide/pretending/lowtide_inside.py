@@ -52,7 +52,7 @@ class Inside:
             "budget_bytes": status.budget_bytes,
             "planned_steps": status.planned_steps,
             "predicted_overhead": getattr(plan, "predicted_overhead", None),
-            "predicted_peak_bytes": getattr(plan, "predicted_peak_bytes", None),
+            "predicted_peak_bytes": getattr(plan, "measurable_peak_bytes", None),  # as steps are counted
             "reasons": list(status.reasons),
         }
 

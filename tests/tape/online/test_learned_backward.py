@@ -10,10 +10,14 @@ from torch import nn
 
 from lowtide.errors import ReplayError
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.tape.online.learned_backward import SeenBackward
+from lowtide.tape.online import online_tape
+from lowtide.tape.online.holdings import Holdings
+from lowtide.tape.online.learned_backward import SeenBackward, UnseenBackward
+from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_calls import KnownCalls
 from lowtide.tape.online.online_tape import OnlineTape
-from lowtide.tape.online.room import ExpectedBytes
+from lowtide.tape.online.release import Releaser
+from lowtide.tape.online.room import ExpectedBytes, LearnedBackward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -165,3 +169,33 @@ def test_what_kernels_take_beside_what_they_make_is_learned(monkeypatch):
     before = most()
     monkeypatch.setattr(OnlineTape, "_run_counted", taking_more)
     assert most() >= before + (1 << 20) // 2
+
+
+def test_what_an_allocator_does_not_split_off_is_left_free_while_no_op_is_seen():
+    learned = LearnedBackward(held_bytes=[0, 1, 2, 3, 4, 5], most_bytes=[10, 11, 12, 13, 14, 15])
+    live, asked = LiveBytes(), list[int]()
+    releaser = Releaser(Holdings(), live, 1000)
+
+    def unsplit(held_bytes: int) -> int:
+        asked.append(held_bytes)
+        return 100 * len(asked)
+
+    backward = UnseenBackward(learned, live, releaser, unsplit)
+    assert releaser.aside_bytes == 10 + 100
+    for _ in range(4):
+        backward.note_unpacking()
+        backward.note_unpacked()
+
+    assert asked == [0, 4]
+    assert releaser.aside_bytes == 14 + 200
+    assert live.peak == 14
+
+
+@pytest.mark.parametrize("live, expected", [(60 << 20, (5 << 20) + (1 << 20)), (30 << 20, 0)])
+def test_an_allocator_is_asked_once_half_of_the_budget_is_full(live, expected, monkeypatch):
+    """1 MiB is left for the next block."""
+    monkeypatch.setattr(online_tape, "allocated_bytes", lambda device: 75 << 20)
+    tape = OnlineTape(None, 100 << 20)
+    tape.releaser.device, tape.live.now = torch.device("cuda"), live
+
+    assert tape._unsplit_bytes(10 << 20) == expected

@@ -286,7 +286,7 @@ class Recipe:
                 tensors.append((name.tensor.shape, name.tensor.dtype))
             elif kind is list:
                 todo += reversed(name)
-        return key_of(self._func, self._run.stream is None, tensors)
+        return key_of(self._func, self._run.stream is None, tensors, self._args)
 
     def reads_outside(self, storage: torch.UntypedStorage) -> bool:
         return any(kept.tensor.untyped_storage()._cdata == storage._cdata for kept in self.outside)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from lowtide.device.block_size import in_blocks
 from lowtide.device.kept_workspaces import product_workspace_bytes
 from lowtide.device.names import is_accelerator
+from lowtide.hollow.cuda_workspaces import has_rule
 from lowtide.hollow.kernels_here import unmeasured_workspace_bytes
 from lowtide.step.operators import OPERATORS, packet_name, tensors_in, tensors_of
 
@@ -50,12 +52,13 @@ class Need:
         has_workspace: Some kernel of it allocates more than it makes, as was measured.
     """
 
-    __slots__ = ("_is_product", "_most", "_read_bytes", "facts", "has_workspace")
+    __slots__ = ("_is_product", "_most", "_read_bytes", "_varies_on_device", "facts", "has_workspace")
 
     def __init__(self, func: Any) -> None:
         self.facts = OPERATORS[func]
         self._read_bytes, self._most = -1, 0
         self._is_product = packet_name(func) in _PRODUCTS
+        self._varies_on_device = _varies_on_device(func)
         self.has_workspace = False
 
     @property
@@ -67,9 +70,12 @@ class Need:
         """Bytes that it allocates on ``inputs`` of so many bytes, at most; infinite where nobody knows.
 
         Twice what it has needed on as many: what it makes depends on shapes, too. Of a product of matrices any multiple
-        of what it reads may come, so its shape tells.
+        of what it reads may come, so its shape tells. What a device's reduction takes depends on which dimensions go: a
+        sum over rows may take twice what it reads, after a sum of as many bytes that took nothing.
         """
         if read_bytes > self._read_bytes:
+            return math.inf
+        if self._varies_on_device and inputs and is_accelerator(inputs[0].device):
             return math.inf
         if self._is_product and len(inputs) > 1:
             left, right = inputs[-2:]
@@ -145,7 +151,7 @@ class ExpectedBytes:
 
     def key(self, func: Any, args: tuple) -> Key:
         tensors = tensors_of(args)
-        return key_of(func, all([t.is_cpu for t in tensors]), [(t.shape, t.dtype) for t in tensors])
+        return key_of(func, all([t.is_cpu for t in tensors]), [(t.shape, t.dtype) for t in tensors], args)
 
     def of(self, key: Key, func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
         """Bytes that ``func`` is about to allocate, workspace included. What it has made before needs no arguments."""
@@ -193,19 +199,33 @@ class ExpectedBytes:
         self._workspace_share[kind] = max(self._workspace_share.get(kind, 0.0), workspace_bytes / max(moved, 1))
 
 
-Key = tuple[Any, ...]  # an operator, whether all that it reads is on the CPU, and shape and dtype of each
+# An operator, whether all that it reads is on the CPU, the numbers among its arguments where these decide what a
+# device's kernel takes besides (dimensions of a reduction), and shape and dtype of each tensor.
+Key = tuple[Any, ...]
 
 
-def key_of(func: Any, on_cpu: bool, tensors: Iterable[tuple[Any, torch.dtype]]) -> Key:
-    return (func, on_cpu, *tensors)
+def key_of(func: Any, on_cpu: bool, tensors: Iterable[tuple[Any, torch.dtype]], args: Iterable[Any]) -> Key:
+    return (func, on_cpu, () if on_cpu or not _varies_on_device(func) else _numbers(args), *tensors)
+
+
+@cache
+def _varies_on_device(func: Any) -> bool:
+    """What it takes besides depends on more than how much it reads. A product's shape tells what it makes."""
+    name = packet_name(func)
+    return name not in _PRODUCTS and has_rule(name)
+
+
+def _numbers(args: Iterable[Any]) -> tuple[Any, ...]:
+    lists = [a if isinstance(a, (list, tuple)) else (a,) for a in args]
+    return tuple(tuple(n for n in numbers if isinstance(n, int)) for numbers in lists)
 
 
 def _without_shapes(key: Key) -> Key:
-    return (key[0], *(dtype for _, dtype in key[2:]))
+    return (key[0], *(dtype for _, dtype in key[3:]))
 
 
 def _read_bytes(key: Key) -> int:
-    return sum(prod(shape) * dtype.itemsize for shape, dtype in key[2:])
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in key[3:])
 
 
 def _accelerator_of(args: tuple) -> torch.device | None:
@@ -214,7 +234,7 @@ def _accelerator_of(args: tuple) -> torch.device | None:
 
 def _first_share(func: Any, key: Key) -> float:
     """Workspace of a kernel that has not been measured, as a share of what it reads and makes."""
-    name, dtypes = packet_name(func), {dtype for _, dtype in key[2:] if dtype.is_floating_point}
+    name, dtypes = packet_name(func), {dtype for _, dtype in key[3:] if dtype.is_floating_point}
     if key[1] and name in _FIRST_SHARES:
         return _FIRST_SHARES[name]
     if name in _CONVOLUTIONS or (name in _PRODUCTS and key[1] and dtypes & _HALF):
