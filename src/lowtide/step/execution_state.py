@@ -49,6 +49,7 @@ class ExecutionState:
         windows: Of a sharded model in a step without a plan: where its parameters are whole.
         on_difference: In a rehearsal: called with each op whose replay gives other bits, which is no error there.
         knows_passes: The plan counts replays over all backward passes of the step (``Plan.passes``).
+        most_unsplit_bytes: In a step without a plan: of a block, what its allocator counts at most beyond what is asked.
         stream: In a step without a plan on an accelerator: where the forward pass runs, and so replays.
         steps_before: How many steps of optimizers had been seen before the forward pass.
         seals: On a device: what is sealed there, once something is.
@@ -60,6 +61,7 @@ class ExecutionState:
         "flags",
         "gathered",
         "knows_passes",
+        "most_unsplit_bytes",
         "on_difference",
         "seals",
         "steps_before",
@@ -71,6 +73,7 @@ class ExecutionState:
         self.flags = numeric_flags()
         self._model = model
         self.gathered = gathered_parameters_of(model())
+        self.most_unsplit_bytes = 0
         owner = model() if wrapped else None
         self._versions = None if owner is None else WrapperVersions(wrapped_parameters(owner))
         self.windows: OpenWindows | None = None

@@ -185,6 +185,23 @@ def test_making_values_again_takes_no_more_than_is_foreseen():
     assert taken == transient_bytes(chain, values)
 
 
+@pytest.mark.parametrize("rows, unsplit", [(512, 1 << 20), (64, 0)])
+def test_each_large_block_that_a_proof_holds_on_a_device_may_be_handed_out_whole(rows, unsplit):
+    model, x = nn.Linear(1024, 1024), torch.randn(rows, 1024)
+    tape = OnlineTape(model, float("inf"))
+    with under(tape, model):
+        between = model(x)
+        y = between.sin().relu()  # nobody keeps the sine's result but the tape's recipes
+        value = value_of_storage(storage_of(y), tape.run_state)
+        chain = chain_of([value])
+        on_cpu = transient_bytes(chain, [value])
+        tape.run_state.stream, tape.run_state.most_unsplit_bytes = object(), 1 << 20
+        assert len(chain) == 2
+        assert transient_bytes(chain, [value]) == on_cpu + unsplit + value.bytes // 8
+        tape.run_state.stream = None
+        y.sum().backward()
+
+
 def _compared(_, made):
     return [(value, tensor) for value, tensor in made if not value.is_present]
 

@@ -73,7 +73,7 @@ from lowtide.tape.online.online_values import (
     value_of_storage,
 )
 from lowtide.tape.online.release import ATTEMPTS, Releaser
-from lowtide.tape.online.replays import chain_of
+from lowtide.tape.online.replays import MOST_UNSPLIT_BYTES, chain_of
 from lowtide.tape.online.room import ExpectedBytes, Key, Need
 from lowtide.tape.online.sharding import OnlineSharding, copy_before_write, is_closed, read_copies
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
@@ -82,7 +82,6 @@ _OUT_OF_MEMORY = object()
 _OWN_REFERENCES = 2  # to a storage that one tensor has: the tensor's, and the storage's Python object
 _NEARLY_FULL = 0.5  # of the budget lives
 _OPS_BETWEEN_LOOKS = 4  # at what the device's allocator counts: 0.1 ms each
-_MOST_UNSPLIT_BYTES = 1 << 20  # of a large block, which counts as a whole; where segments grow, each block is split
 _OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
 
 
@@ -129,7 +128,6 @@ class OnlineTape(HookedMode):
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
         self._number = 0
         self._bytes_before = 0  # allocated on the device before the step
-        self._unsplit_bytes = 0  # of a block of its allocator, at most
         self._pauses = 0
         self._reserved_bytes = 0  # of the budget, for targets that only the loss will show
         self._paths: list[str] = []  # of the open module calls
@@ -159,7 +157,7 @@ class OnlineTape(HookedMode):
         if first is not None and is_accelerator(first.device):
             run.stream = current_stream(first.device)
             self.releaser.device = first.device
-            self._unsplit_bytes = 0 if expandable_segments_here() else _MOST_UNSPLIT_BYTES
+            run.most_unsplit_bytes = 0 if expandable_segments_here() else MOST_UNSPLIT_BYTES
             self._bytes_before = (allocated_bytes(first.device) or 0) - unseen_bytes
         if model is not None and (self._wrapped or run.gathered is not None):
             self._windows = run.windows = OpenWindows(model)
@@ -404,7 +402,7 @@ class OnlineTape(HookedMode):
         if device is None or not self._is_nearly_full(held_bytes):
             return 0
         counted = (allocated_bytes(device) or 0) - self._bytes_before
-        return max(0, counted - self.live.now - held_bytes) + self._unsplit_bytes  # of the next block
+        return max(0, counted - self.live.now - held_bytes) + self._run.most_unsplit_bytes  # of the next block
 
     def _is_nearly_full(self, more_bytes: int = 0) -> bool:
         return self.live.now + more_bytes > _NEARLY_FULL * self.releaser.budget_bytes

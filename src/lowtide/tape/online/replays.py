@@ -12,6 +12,7 @@ from lowtide.errors import ReplayError
 from lowtide.step.execution_state import no_autocast
 from lowtide.tape.online.online_values import MARK, StoredValue
 
+MOST_UNSPLIT_BYTES = 1 << 20  # of a large block, which counts as a whole; where segments grow, each block is split
 _WORD = 8  # bytes, for each of which an accelerator says whether they are the same
 Made = list[tuple[StoredValue, Tensor]]
 
@@ -60,7 +61,10 @@ def room_bytes(value: StoredValue) -> int:
 
 
 def transient_bytes(chain: list[StoredValue], targets: Iterable[StoredValue]) -> int:
-    """Most bytes that live at once while ``chain`` runs and each target goes as soon as it is made and compared."""
+    """Most bytes that live at once while ``chain`` runs and each target goes as soon as it is made and compared.
+
+    On a device a large block may be handed out whole, with up to 1 MiB more; the releaser leaves that free for one.
+    """
     wanted = {id(v) for v in targets}
     left = _reader_counts(chain)
     live = peak = 0
@@ -69,8 +73,9 @@ def transient_bytes(chain: list[StoredValue], targets: Iterable[StoredValue]) ->
         compared = value.bytes // _WORD if id(value) in wanted and value.run.stream is not None else 0
         peak = max(peak, live + room_bytes(value) + compared)
         if id(value) not in wanted and left.get(id(value)):
-            held[id(value)] = value.bytes
-            live += value.bytes
+            unsplit = value.run.most_unsplit_bytes if value.bytes > MOST_UNSPLIT_BYTES else 0
+            held[id(value)] = value.bytes + unsplit
+            live += value.bytes + unsplit
         for read in value.inputs:
             left[id(read)] -= 1
             if not left[id(read)]:
