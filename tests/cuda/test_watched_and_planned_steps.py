@@ -1,5 +1,7 @@
 """What a fit says of its steps on CUDA is what PyTorch's own allocator and events say."""
 
+import random
+
 import pytest
 import torch
 from support.training_steps import mlp
@@ -7,13 +9,15 @@ from torch import nn
 
 import lowtide
 from lowtide.device import allocation_counter
-from lowtide.device.memory import counted_peak, unsplit_bytes
+from lowtide.device.memory import counted_peak, segments_of, unsplit_bytes
 from lowtide.device.timing import Spans
 from lowtide.hollow.kernels_here import unmeasured_workspace_bytes
+from lowtide.simulation.caching_allocator import CachingAllocator
 from lowtide.step.operators import fingerprint
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.planned_bytes import PlannedBytes
+from lowtide.training import step_memory
 from lowtide.training.step_memory import StepMemory
 
 NO_HOST = lowtide.Offload(host_budget=None)
@@ -221,3 +225,51 @@ def test_room_for_a_sum_over_rows_is_asked_for_after_a_sum_that_took_nothing(cud
 
     assert taken[1] > 100 * taken[0]
     assert expected.needs[total].at_most(x.nbytes, [x.cpu()]) < float("inf")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_simulated_allocator_that_holds_what_the_real_one_holds_goes_on_like_it(cuda, seed):
+    numbers = random.Random(seed)
+
+    def size() -> int:
+        low, high = numbers.choice([(1, 1 << 20), (1 << 20, 10 << 20), (10 << 20, 40 << 20)])
+        return numbers.randrange(low, high)
+
+    def make(size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=cuda)
+
+    before = [make(size()) for _ in range(100)]
+    del before[::2]
+    simulated = CachingAllocator.with_segments(segments_of(cuda))
+    held, blocks = [], []
+    for _ in range(200):
+        if held and numbers.random() < 0.5:
+            at = numbers.randrange(len(held))
+            held.pop(at)
+            simulated.free(blocks.pop(at))
+        else:
+            asked = size()
+            held.append(make(asked))
+            blocks.append(simulated.allocate(asked))
+        assert simulated.allocated_bytes == torch.cuda.memory_allocated()
+    assert simulated.reserved_bytes == torch.cuda.memory_reserved()
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_plans_counted_peak_is_foreseen_from_the_blocks_that_are_free(training, looks, monkeypatch):
+    if not looks:
+        monkeypatch.setattr(step_memory, "segments_of", lambda device: None)
+    fit, step = training
+    torch.cuda.empty_cache()
+    sizes = (39 << 17, 9 << 17)  # the first is free for a tensor of 4 MiB, which then counts 0.9 MiB more
+    hole, held = (torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes)
+    del hole
+    step()
+    fit.wait()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+
+    assert fit.status().planned_steps == 1
+    off = torch.cuda.max_memory_allocated() - fit.plan.measurable_peak_bytes
+    assert (abs(off) <= 1 << 16) == looks
+    del held

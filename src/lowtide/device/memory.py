@@ -18,6 +18,7 @@ import torch
 from lowtide.device.block_size import in_blocks
 from lowtide.device.host_memory import available_host_bytes
 from lowtide.device.names import index_of, is_accelerator
+from lowtide.device.streams import current_stream
 
 _SMALL_PIECE_BYTES = 1 << 20  # the largest that comes from the pool of small blocks
 _PIECE_BYTES = 1 << 21  # from twenty pieces' size on an allocator asks for memory of that size alone, and keeps it so
@@ -72,6 +73,29 @@ def unsplit_bytes(device: str | torch.device) -> int:
         return 0
     asked = _statistic(index_of(device), "requested_bytes.all.current")
     return max(0, (allocated_bytes(device) or 0) - asked) if asked else 0
+
+
+def segments_of(device: str | torch.device) -> list[tuple[int, bool, list[tuple[int, bool]]]] | None:
+    """What an accelerator's allocator holds for its default stream: segments by address.
+
+    Of each: the address, whether it is for small blocks, and its blocks in order, with bytes and whether it is in use.
+
+    Returns:
+        None where it does not tell, where segments grow, or on another stream.
+    """
+    snapshot = getattr(torch.get_device_module(device), "memory_snapshot", None)
+    if snapshot is None or current_stream(torch.device(device)).stream_id != 0:
+        return None
+    found = []
+    for segment in snapshot():
+        if segment["device"] != index_of(device) or segment["stream"] != 0:
+            continue
+        if segment["is_expandable"]:
+            return None
+        if tuple(segment["segment_pool_id"]) == (0, 0):  # others are of captured graphs
+            blocks = [(block["size"], block["state"] != "inactive") for block in segment["blocks"]]
+            found.append((segment["address"], segment["segment_type"] == "small", blocks))
+    return found
 
 
 def reserved_bytes(device: str | torch.device) -> int | None:

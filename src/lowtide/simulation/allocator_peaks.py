@@ -20,7 +20,7 @@ a large block may differ.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle
 
@@ -28,7 +28,13 @@ from lowtide.graph.gradients import with_gradients_before, with_gradients_made
 from lowtide.graph.step_graph import NEW_GRADIENT, StepGraph
 from lowtide.plan import Moves
 from lowtide.simulation.block_log import Change, block_log
-from lowtide.simulation.caching_allocator import OTHER_ALLOCATORS, Block, CachingAllocator, expandable_segments_here
+from lowtide.simulation.caching_allocator import (
+    OTHER_ALLOCATORS,
+    Block,
+    CachingAllocator,
+    Segment,
+    expandable_segments_here,
+)
 
 MOST_STEPS = 4
 _KIND_OF = {
@@ -98,6 +104,28 @@ def _steps_until_settled(
         if allocator.reserved_bytes == before:
             break
     return AllocatorPeaks(graph.start_bytes + most - resident, allocator.reserved_bytes)
+
+
+def counted_from(
+    segments: Iterable[Segment], graph: StepGraph, actions: Mapping[int, str], replays: Mapping[int, int], moves: Moves
+) -> int:
+    """What the allocator counts at most in steps that begin with what it holds, in ``segments``, now.
+
+    Raises:
+        PlanMismatchError: a value is unpacked whose recipe is gone.
+    """
+    changes = block_log(graph, actions, replays, moves, frees_gradients=False)
+    allocator = CachingAllocator.with_segments(segments)
+    most = 0
+    for _ in range(MOST_STEPS):
+        before = allocator.reserved_bytes
+        gradients, high = _played(allocator, changes)
+        most = max(most, high)
+        for block in gradients:
+            allocator.free(block)
+        if allocator.reserved_bytes == before:
+            break
+    return most
 
 
 def training_peaks(

@@ -13,6 +13,7 @@ Not modelled: several streams, private pools of CUDA graphs, and the settings th
 
 import os
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 
 BLOCK_BYTES = 512
 SMALL_BYTES = 1 << 20  # most of a block of the small pool
@@ -26,6 +27,10 @@ _MODELLED = {  # values of settings for which the rules above hold
     "expandable_segments": ("true", "false"),
 }
 _OF_THE_HOST = ("pinned_", "release_lock_on_")
+
+
+# One of a real allocator: its address, whether it is for small blocks, and bytes of each, and whether it is in use.
+Segment = tuple[int, bool, Sequence[tuple[int, bool]]]
 
 
 class Block:
@@ -55,6 +60,27 @@ class CachingAllocator:
         # By pool, far apart: a pool's growing segment is one range of addresses, whatever the other pool reserves.
         self._next_address = {True: 0, False: 1 << 62}
         self._last: dict[bool, Block] = {}  # by pool: the last block of its growing segment
+
+    @classmethod
+    def with_segments(cls, segments: Iterable[Segment]) -> "CachingAllocator":
+        """One that holds what a real one holds, whose segments do not grow."""
+        found = cls()
+        found._next_address = {True: 1 << 61, False: 1 << 62}  # above what is there
+        for start, small, blocks in segments:
+            last: Block | None = None
+            address = start
+            for size, used in blocks:
+                block = Block(address, size, small, last)
+                block.used = used
+                if last is not None:
+                    last.following = block
+                if used:
+                    found.allocated_bytes += size
+                else:
+                    found._keep(block)
+                address, last = address + size, block
+            found.reserved_bytes += address - start
+        return found
 
     def allocate(self, size: int) -> Block:
         """A block for ``size`` bytes, of which there is at least one."""

@@ -49,7 +49,7 @@ class ExecutionState:
         windows: Of a sharded model in a step without a plan: where its parameters are whole.
         on_difference: In a rehearsal: called with each op whose replay gives other bits, which is no error there.
         knows_passes: The plan counts replays over all backward passes of the step (``Plan.passes``).
-        most_unsplit_bytes: In a step without a plan: of a block, what its allocator counts at most beyond what is asked.
+        most_unsplit_bytes: In a step without a plan: what a block may count beyond what is asked for.
         stream: In a step without a plan on an accelerator: where the forward pass runs, and so replays.
         steps_before: How many steps of optimizers had been seen before the forward pass.
         seals: On a device: what is sealed there, once something is.

@@ -1,7 +1,7 @@
 """A plan at hand for steps of some shapes, its tape, and a check by autograd nodes whether a step ran other ops."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch._C._autograd import _get_sequence_nr
@@ -11,6 +11,8 @@ from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import RUN, StepGraph
 from lowtide.plan import Plan
 from lowtide.shapes.call_shapes import CallShape, shape_of_signature
+from lowtide.simulation.allocator_peaks import counted_from
+from lowtide.simulation.caching_allocator import Segment
 from lowtide.simulation.simulator import simulate
 from lowtide.tape.planned_bytes import PlannedBytes
 from lowtide.tape.program import TapedCall
@@ -36,6 +38,7 @@ class PlannedStep:
         begun: A step has begun under it.
         counted_peak_bytes: Of its first step, by the device's allocator; None: not counted, or no step has run.
         state_checks: How often the optimizer's state was found to be what the plan knows.
+        saw_segments: Its counted peak was foreseen from what the allocator held before its first step.
         fits_beside_bytes: So much was on the device before a step with gradients, and the plan fitted beside it.
         num_nodes: Of autograd, by each call: what the watched step made, else the first real step that matched.
     """
@@ -52,6 +55,7 @@ class PlannedStep:
     begun: bool = False
     counted_peak_bytes: int | None = None
     state_checks: int = 0
+    saw_segments: bool = False
     fits_beside_bytes: int = 0
     num_nodes: Mapping[int, int] = field(default_factory=dict)
 
@@ -93,6 +97,16 @@ class PlannedStep:
         events = [at[op.id] for op in self.graph.forward_ops]
         peak = self.plan.measurable_peak_bytes - start_bytes
         return PlannedBytes([made[event] for event in events], [made[event + 1] for event in events], peak)
+
+    def foresee_from(self, segments: Iterable[Segment]) -> None:
+        """The first step begins with these in the allocator: which blocks are free decides what it counts.
+
+        The planner's allocator holds what is resident and nothing else.
+        """
+        plan = self.plan
+        if plan.predicted_counted_peak_bytes is not None:
+            counted = counted_from(segments, self.graph, plan.action_of(), plan.replays_of(), plan.moves)
+            self.plan = replace(plan, predicted_counted_peak_bytes=counted)
 
     def made_bytes_after(self, op: int) -> int:
         """What a step as planned has made and still holds after forward op ``op``; 0 before the first."""

@@ -3,7 +3,8 @@
 from torch import nn
 
 from lowtide.device.block_size import in_blocks
-from lowtide.device.memory import allocated_bytes, unsplit_bytes
+from lowtide.device.memory import allocated_bytes, segments_of, unsplit_bytes
+from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import missing_bytes, tried_bytes
 from lowtide.options import WARN
 from lowtide.step.data_parallel import gradients_are_buckets, unseen_bucket_bytes
@@ -160,8 +161,13 @@ class StepMemory:
         self.forget_step()
         self._has_budget = self._budget.absolute_bytes is not None
         self._budget.note_limit()
+        device = self._budget.device
+        if is_accelerator(device) and step is not None and not step.saw_segments:
+            step.saw_segments = True
+            if (segments := segments_of(device)) is not None:
+                step.foresee_from(segments)
         afresh = step is not None and step.counted_peak_bytes is None
-        self._peak.begin(self._budget.device, self._start_bytes, afresh=afresh)
+        self._peak.begin(device, self._start_bytes, afresh=afresh)
 
     def made_bytes(self) -> int | None:
         """What the present step has made and still holds; None where nobody counts."""
