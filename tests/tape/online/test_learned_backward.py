@@ -172,7 +172,7 @@ def test_what_kernels_take_beside_what_they_make_is_learned(monkeypatch):
 
 
 def test_what_an_allocator_does_not_split_off_is_left_free_while_no_op_is_seen():
-    learned = LearnedBackward(held_bytes=[0, 1, 2, 3, 4, 5], most_bytes=[10, 11, 12, 13, 14, 15])
+    learned = LearnedBackward([0, 1, 2, 3, 4, 5, 6], [10, 11, 12, 13, 14, 15, 16], unpacked=[1, 2, 3, 4, 5])
     live, asked = LiveBytes(), list[int]()
     releaser = Releaser(Holdings(), live, 1000)
 
@@ -182,8 +182,8 @@ def test_what_an_allocator_does_not_split_off_is_left_free_while_no_op_is_seen()
 
     backward = UnseenBackward(learned, live, releaser, unsplit)
     assert releaser.aside_bytes == 10 + 100
-    for _ in range(4):
-        backward.note_unpacking()
+    for claim in range(1, 5):
+        backward.note_unpacking(claim)
         backward.note_unpacked()
 
     assert asked == [0, 4]
@@ -199,3 +199,16 @@ def test_an_allocator_is_asked_once_half_of_the_budget_is_full(live, expected, m
     tape.releaser.device, tape.live.now = torch.device("cuda"), live
 
     assert tape._unsplit_bytes(10 << 20) == expected
+
+
+@pytest.mark.parametrize("order, aside", [((3, 1), 12), ((1, 3), 20), ((3, 2), 20)])
+def test_a_backward_in_another_order_is_given_the_most_and_is_seen_the_next_time(order, aside):
+    learned = LearnedBackward([0, 1, 2, 3], [10, 20, 12, 11], unpacked=[3, 1])
+    releaser = Releaser(Holdings(), LiveBytes(), 1000)
+    backward = UnseenBackward(learned, LiveBytes(), releaser, lambda held_bytes: 0)
+    for claim in order:
+        backward.note_unpacking(claim)
+        backward.note_unpacked()
+
+    assert releaser.aside_bytes == aside
+    assert backward.end() == (aside == 12)

@@ -5,8 +5,9 @@
     the same sequence again              -> the mode is away; at each unpacked tensor so much is left free as is noted
 
 What forward made, and what is made again, is counted as ever: storages tell when they die. A backward of which ops
-write what released values are made from, or record a graph, keeps the mode. So does one that has once unpacked another
-number of tensors than was learned.
+write what released values are made from, or record a graph, keeps the mode. So does one that has once unpacked other
+tensors than was learned, or in another order: on a device second derivatives change their order from step to step,
+since each thread numbers its own nodes. From there on so much is left free as it takes at most.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class SeenBackward:
 
     def __init__(self, live: LiveBytes, releaser: Releaser) -> None:
         self._live, self._releaser = live, releaser
-        self._held, self._most = array("q"), array("q")
+        self._held, self._most, self._unpacked = array("q"), array("q"), array("q")
         self._start = self._highest = 0  # of live bytes, since a tensor was unpacked
         self._is_usable = True
         live.begin_backward()
@@ -46,8 +47,12 @@ class SeenBackward:
         """An op has run, and took ``more_bytes`` beside what it made."""
         self._highest = max(self._highest, self._now + more_bytes)
 
-    def note_unpacking(self) -> None:
+    def note_unpacking(self, claim: int) -> None:
         """A tensor is about to be unpacked, and perhaps made again."""
+        self._unpacked.append(claim)
+        self._note_most()
+
+    def _note_most(self) -> None:
         self._most.append(self._held[-1] + self._highest - self._start)
 
     def note_unpacked(self) -> None:
@@ -59,9 +64,9 @@ class SeenBackward:
         self._is_usable = False
 
     def end(self) -> LearnedBackward | None:
-        self.note_unpacking()
+        self._note_most()
         self.note_unpacked()
-        return LearnedBackward(self._held, self._most) if self._is_usable else None
+        return LearnedBackward(self._held, self._most, self._unpacked) if self._is_usable else None
 
 
 class UnseenBackward:
@@ -77,12 +82,15 @@ class UnseenBackward:
         self._learned, self._live, self._releaser = learned, live, releaser
         self._unsplit_bytes, self._unsplit = unsplit_bytes, 0
         self._at = 0
+        self._is_other = False
         self.note_unpacked()
 
-    def note_unpacking(self) -> None:
+    def note_unpacking(self, claim: int) -> None:
         """A tensor is about to be unpacked, and perhaps made again: backward holds what it has made so far."""
+        unpacked = self._learned.unpacked
+        self._is_other = self._is_other or self._at >= len(unpacked) or unpacked[self._at] != claim
         self._at += 1
-        held = _at(self._learned.held_bytes, self._at)
+        held = self._of(self._learned.held_bytes)
         if self._at % _UNPACKED_BETWEEN_LOOKS == 0:
             self._unsplit = self._unsplit_bytes(held)
         self._releaser.aside_bytes = held + self._unsplit
@@ -92,7 +100,7 @@ class UnseenBackward:
         releaser, live = self._releaser, self._live
         if self._at == 0:
             self._unsplit = self._unsplit_bytes(0)
-        most = _at(self._learned.most_bytes, self._at)
+        most = self._of(self._learned.most_bytes)
         releaser.aside_bytes = most + self._unsplit
         releaser.make_room(0)
         live.peak = max(live.peak, live.now + most)
@@ -101,11 +109,10 @@ class UnseenBackward:
         """Whether it was the one that was learned."""
         self._releaser.aside_bytes = 0
         self._live.now += self._learned.held_bytes[-1]
-        return self._at + 1 == len(self._learned.most_bytes)
+        return not self._is_other and self._at == len(self._learned.unpacked)
 
-
-def _at(known: Sequence[int], position: int) -> int:
-    return known[position] if position < len(known) else max(known)
+    def _of(self, known: Sequence[int]) -> int:
+        return max(known) if self._is_other else known[self._at]
 
 
 def has_room_unseen(learned: LearnedBackward, device: torch.device | None) -> bool:

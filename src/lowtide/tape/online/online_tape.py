@@ -140,7 +140,7 @@ class OnlineTape(HookedMode):
         self._read_outside: dict[int, list[weakref.ref[Recipe]]] = defaultdict(list)
         self._lock = threading.RLock()
         self._sequence = 0  # of the step's forward ops, as one number
-        self._num_backwards = 0  # of the step
+        self._num_backwards = self._num_claimed = 0  # of the step
         self._seen_backward: SeenBackward | None = None  # the one that runs, if it is learned
         self._unseen_backward: UnseenBackward | None = None  # or if the mode is away
         self._forget_observer: Callable[[], None] = _no_model
@@ -169,7 +169,7 @@ class OnlineTape(HookedMode):
         self._paths.clear()
         self._positions[:] = [0]
         self.live.module = ""
-        self._sequence = self._num_backwards = 0
+        self._sequence = self._num_backwards = self._num_claimed = 0
         self.stop_observing()
         self._forget_observer = observe(self, first=True)  # others end the step where a backward ends
 
@@ -779,7 +779,8 @@ class OnlineTape(HookedMode):
             return Kept(tensor if plain else detached(tensor))
         claim = value.claim()
         if claim is None:
-            claim = Claim(value, self._holdings.end_claim)
+            self._num_claimed += 1
+            claim = Claim(value, self._holdings.end_claim, self._num_claimed)
             self._holdings.claim(value, claim, memory_of(tensor))
             self.note_claimed(value)
             self.crossing_bytes += value.bytes * value.crosses
@@ -801,7 +802,7 @@ class OnlineTape(HookedMode):
             return packed.unpack(self.unpack)
         backward = self._seen_backward or self._unseen_backward
         if backward is not None:
-            backward.note_unpacking()
+            backward.note_unpacking(0 if type(packed) is Kept else packed.claim.number)
         if type(packed) is Kept:
             if packed.changed():
                 raise modified_in_place(packed.tensor, packed.tensor.shape, packed.version)

@@ -128,12 +128,12 @@ class StoredValue:
 
 
 class Claim:
-    """Autograd's interest in a stored value."""
+    """Autograd's interest in a stored value; ``number``: in the order of the step's claims, from 1 on."""
 
-    __slots__ = ("__weakref__", "on_end", "value")
+    __slots__ = ("__weakref__", "number", "on_end", "value")
 
-    def __init__(self, value: StoredValue, on_end: Callable[[StoredValue], None]) -> None:
-        self.value, self.on_end = value, on_end
+    def __init__(self, value: StoredValue, on_end: Callable[[StoredValue], None], number: int = 0) -> None:
+        self.value, self.on_end, self.number = value, on_end, number
 
     def __del__(self) -> None:
         self.on_end(self.value)

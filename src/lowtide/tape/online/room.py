@@ -104,10 +104,12 @@ class LearnedBackward(NamedTuple):
         held_bytes: At its start, when each tensor is unpacked, and at its end.
         most_bytes: At most, before the first of these, between one and the next, and behind the last one. What dies
             meanwhile of what was there before counts against it.
+        unpacked: Numbers of the claims that are unpacked, in order; 0: of none.
     """
 
     held_bytes: Sequence[int]
     most_bytes: Sequence[int]
+    unpacked: Sequence[int]
 
 
 class KnownBackwards:
