@@ -184,7 +184,8 @@ class Run:
     def keep_results(self) -> None:
         """The weights move to the host, the training goes."""
         self.left_bytes = self.resident_bytes()
-        self._weights = [tensor.detach().cpu() for tensor in self.weights()]
+        shards = [getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in self.weights()]
+        self._weights = [shard.detach().cpu() for shard in shards]  # another process knows no mesh
         del self.training, self.fit
 
     def same_as(self, other: Run) -> bool:
