@@ -197,6 +197,7 @@ def test_an_allocator_is_asked_once_half_of_the_budget_is_full(live, expected, m
     monkeypatch.setattr(online_tape, "allocated_bytes", lambda device: 75 << 20)
     tape = OnlineTape(None, 100 << 20)
     tape.releaser.device, tape.live.now = torch.device("cuda"), live
+    tape.run_state.most_unsplit_bytes = 1 << 20
 
     assert tape._unsplit_bytes(10 << 20) == expected
 
