@@ -38,18 +38,18 @@ class PastTraining:
     def __init__(self, model: nn.Module, counters: Counters, reasons: Notices) -> None:
         self._model = weakref.ref(model)
         self._counters, self._reasons = counters, reasons
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self._sampled = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // _SAMPLED)]]
+        self._places = _places_of(model)
+        trained = [place for place in self._places if (p := _at(place)) is not None and p.requires_grad]
+        self._sampled = trained[:: max(1, len(trained) // _SAMPLED)]
         # By the thread that runs a backward: gradients before it. None: they say nothing, another ran at the same time.
         self._before: dict[int, list[tuple[int, int]] | None] = {}
         self._num_others = self._num_calls = self._num_untaped = 0
-        self._parameters = [weakref.ref(p) for p in model.parameters()]
         self._trained_at_first = self._trained()
 
     @property
     def sampled(self) -> list[nn.Parameter | None]:
         """Some of the trained parameters; None for what is gone."""
-        return [reference() for reference in self._sampled]
+        return [_at(place) for place in self._sampled]
 
     def before_backward(self) -> None:
         alone = not self._before
@@ -81,7 +81,7 @@ class PastTraining:
         return "" if trained == self._trained_at_first else f"trains {zlib.crc32(trained):x}; "
 
     def _trained(self) -> bytes:
-        return bytes((p := reference()) is not None and p.requires_grad for reference in self._parameters)
+        return bytes((p := _at(place)) is not None and p.requires_grad for place in self._places)
 
     def note_call(self) -> None:
         """The model was called, with gradients."""
@@ -122,6 +122,27 @@ class PastTraining:
             f"a step went by that lowtide did not see, so nothing of it was planned: {why}. Call the fitted model "
             "itself, fit the part that is called, and fit it last"
         )
+
+
+# PyTorch swaps the contents of parameters where ``model.to`` moves DTensors or float8 weights, and refuses to if there is
+# a weak reference to one. So it is the module that is referred to.
+_Place = tuple[weakref.ref[nn.Module], str]
+
+
+def _places_of(model: nn.Module) -> list[_Place]:
+    """Where its parameters are, each once."""
+    places: dict[int, _Place] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), (weakref.ref(module), name))
+    return list(places.values())
+
+
+def _at(place: _Place) -> nn.Parameter | None:
+    """The parameter there now; None if it is gone."""
+    module = place[0]()
+    return None if module is None else module._parameters.get(place[1])
 
 
 def _version(gradient: torch.Tensor | None) -> int:
