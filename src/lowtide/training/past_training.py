@@ -124,8 +124,8 @@ class PastTraining:
         )
 
 
-# PyTorch swaps the contents of parameters where ``model.to`` moves DTensors or float8 weights, and refuses to if there is
-# a weak reference to one. So it is the module that is referred to.
+# Of modules, not of parameters: where ``model.to`` moves DTensors or float8 weights PyTorch swaps their contents, and
+# refuses to if there is a weak reference to one.
 _Place = tuple[weakref.ref[nn.Module], str]
 
 
