@@ -45,27 +45,34 @@ def programs_table(lines: list[dict]) -> str:
     ]
     for line in lines:
         same = [_same(line[key]) for key in ("bitwise_losses", "bitwise_weights")]
-        seconds = line["seconds"]
-        times = "not measured"
-        if seconds["plain"]:
-            times = ", ".join(_more(seconds[name] / seconds["plain"]) for name in ("lowtide", "own"))
+        plain, seconds = line["seconds"]["plain"], line["seconds"]
+        times = [_more(seconds[name] / plain) if name in seconds else "none" for name in ("lowtide", "own")]
+        peak = "not counted" if line["peak_bytes"] is None else _percent(line["peak_bytes"] / line["budget_bytes"])
         rows.append(
             f"| {line['program']} {line['version']} | {line['case']} | {line['lines_changed']} | {', '.join(same)} | "
-            f"{line['plain_peak_bytes'] / MIB:.2f} MiB | {line['budget_bytes'] / MIB:.2f} MiB | "
-            f"{_percent(line['peak_bytes'] / line['budget_bytes'])} | {line['planned_steps']} of {line['steps']} | "
-            f"{times} |"
+            f"{line['plain_peak_bytes'] / MIB:.2f} MiB | {line['budget_bytes'] / MIB:.2f} MiB | {peak} | "
+            f"{line['planned_steps']} of {line['steps']} | {', '.join(times)} |"
         )
     first, notes = lines[0], []
     for line in (line for line in lines if "selective_peak_bytes" in line):
-        full, selective = (f"{line[f'{name}_peak_bytes'] / MIB:.2f} MiB" for name in ("own", "selective"))
-        more = _more(line["seconds"]["selective"] / line["seconds"]["plain"])
-        notes.append(f"{line['program']}'s own in the last step: full {full}, selective {selective} ({more}).")
+        own = [
+            f"{name} {line[key] / MIB:.2f} MiB ({_more(line['seconds'][took] / line['seconds']['plain'])})"
+            for name, key, took in (
+                ("full", "own_peak_bytes", "own"),
+                ("selective", "selective_peak_bytes", "selective"),
+                ("memory budget", "memory_budget_peak_bytes", "memory budget"),
+            )
+            if line.get(key) is not None
+        ]
+        notes.append(f"{line['program']}'s own in the last step, {line['case']}: {', '.join(own)}.")
+    commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
     rows += [
         "",
-        "Random Llamas; the highest peak is of every step, counted, as a share of the budget. Times are of whole runs "
-        "of few steps, watched steps included, on a machine that did other work: they tell what hurts, not percent. "
-        f"{' '.join(notes)} {first['device']}, {first['threads']} thread, torch {first['torch']}, commit "
-        f"{first['commit']}.",
+        "Random Llamas; the highest peak is of every step, counted, as a share of the budget. The plans of these runs "
+        "were found in the cache of a run before, which had to make them. Times are of whole runs of few steps, the "
+        "steps before the plan included, on a machine that did other work: they tell what hurts, not percent. "
+        f"{' '.join(notes)} {first['device']}, {first['threads']} thread, torch {first['torch']}, commits "
+        f"{commits}.",
     ]
     return "\n".join(rows)
 

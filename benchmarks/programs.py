@@ -2,10 +2,11 @@
 
     python benchmarks/programs.py --packages LLaMA-Factory=FOLDER ms-swift=FOLDER torchtitan=FOLDER
 
-A program's packages may lie in a folder of their own, which then comes first on ``PYTHONPATH``. Each case is a random
-Llama (``tiny_model.py``) trained by the program's own command for 12 steps of the optimizer: without checkpointing,
-with the program's own, and within a budget, from the same seed. The run within the budget is the second one, which
-finds its plans in the cache. torchtitan's cases are its real Trainer on gloo (``tests/support/torchtitan_on_cpu.py``).
+A program's packages may lie in a folder of their own, which then comes first on ``PYTHONPATH``; ``--python`` names
+another interpreter for it. Each case is a random Llama (``tiny_model.py``) trained by the program's own command with a
+file of ``program_files/`` as its users write it: without checkpointing, with the program's own, and twice within a
+budget, from the same seed. The second run within the budget finds its plans in the cache. torchtitan's cases are its
+real Trainer on gloo (``tests/support/torchtitan_on_cpu.py``).
 """
 
 from __future__ import annotations
@@ -26,64 +27,185 @@ from pathlib import Path
 
 from provenance import provenance
 
+from lowtide.cache_files import cache_dir
+
 HERE = Path(__file__).parent
+FILES = HERE / "program_files"
 RESULTS = HERE / "results" / "programs_cpu.jsonl"
 SHARE = 0.8  # of the plain run's peak
-STEPS = 12
+STEPS = 240  # Some seconds go by before the first plan is there.
+COUNTED_STEPS = 24  # of the run that counts the plain peak
 LIMIT_S = 400
+_COUNTER = "from lowtide.device import allocation_counter; allocation_counter.prepare(waits=True)"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a command is made of.
+
+    Attributes:
+        python: The interpreter.
+        kind: The program's case.
+        checkpointed: With the program's own checkpointing.
+        steps: Forward and backward passes.
+        output: Where the trained weights go.
+    """
+
+    python: str
+    kind: str
+    checkpointed: bool
+    steps: int
+    output: Path
+
+    def module(self, name: str, *words: object) -> list[str]:
+        return [self.python, "-m", name, *map(str, words)]
 
 
 @dataclass(frozen=True)
 class Program:
-    """``command(folder, output, kind, checkpointed)``; ``package``: whose version is told."""
+    """A program's command.
+
+    Attributes:
+        name: As its users write it.
+        package: Whose version is told.
+        kinds: Its cases.
+        command: The command of a run, in the folder of ``tiny_model.py``.
+        has_checkpointing: Whether the program has checkpointing of its own that one process can use.
+        prepare: A file of ``program_files/`` that turns the model into the program's form; "": none.
+        variables: Of the environment.
+    """
 
     name: str
     package: str
-    command: Callable[[Path, Path, str, bool], list[str]]
+    kinds: tuple[str, ...]
+    command: Callable[[Run], list[str]]
+    has_checkpointing: bool = True
+    prepare: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
 
 
-def _llama_factory(folder: Path, output: Path, kind: str, checkpointed: bool) -> list[str]:
+def _llama_factory(run: Run) -> list[str]:
+    return run.module(
+        "llamafactory.cli", "train", FILES / "llamafactory.yaml", f"output_dir={run.output}",
+        f"finetuning_type={run.kind}", f"max_steps={run.steps}",
+        f"disable_gradient_checkpointing={not run.checkpointed}",
+    )  # fmt: skip
+
+
+def _swift(run: Run) -> list[str]:
+    return run.module(
+        "swift.cli.main", "sft", FILES / "swift.yaml", "--output_dir", run.output, "--tuner_type", run.kind,
+        "--max_steps", run.steps, "--save_steps", run.steps, "--gradient_checkpointing", str(run.checkpointed).lower(),
+    )  # fmt: skip
+
+
+def _axolotl(run: Run) -> list[str]:
+    adapter = ("--adapter", "lora") if run.kind == "lora" else ()
+    return run.module(
+        "axolotl.cli.main", "train", FILES / "axolotl.yaml", "--launcher", "python", "--output-dir", run.output,
+        "--max-steps", run.steps, *adapter, "--gradient-checkpointing", str(run.checkpointed).lower(),
+    )  # fmt: skip
+
+
+def _litgpt(run: Run) -> list[str]:
+    return run.module(
+        "litgpt", f"finetune_{run.kind}", "litgpt", "--config", FILES / "litgpt.yaml", "--out_dir", run.output,
+        "--train.max_steps", run.steps,
+    )  # fmt: skip
+
+
+def _verl(run: Run) -> list[str]:
     settings = {
-        "model_name_or_path": folder / "model", "stage": "sft", "do_train": True, "finetuning_type": kind,
-        "dataset": "chats", "dataset_dir": folder / "data", "template": "llama2", "cutoff_len": 128,
-        "output_dir": output, "overwrite_output_dir": True, "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1, "max_steps": STEPS, "logging_steps": 1, "save_strategy": "no",
-        "report_to": "none", "use_cpu": True, "learning_rate": 1e-3, "seed": 0, "lora_rank": 8,
-        "disable_gradient_checkpointing": not checkpointed, "overwrite_cache": True, "disable_tqdm": True,
+        "data.train_files": "data/messages.parquet", "data.train_batch_size": 8, "data.micro_batch_size_per_gpu": 8,
+        "data.use_dynamic_bsz": False, "data.max_length": 160, "data.num_workers": 0,
+        "data.ignore_input_ids_mismatch": True, "model.path": "model", "model.use_remove_padding": False,
+        "+model.override_config.attn_implementation": "sdpa", "model.enable_gradient_checkpointing": run.checkpointed,
+        "engine.strategy": "fsdp2", "engine.param_offload": False, "trainer.logger": "[console]",
+        "trainer.total_training_steps": run.steps, "trainer.total_epochs": 1000, "trainer.device": "cpu",
+        "trainer.default_local_dir": run.output, "checkpoint.save_contents": "[model]",
     }  # fmt: skip
-    file = output.with_suffix(".yaml")
-    file.write_text("".join(f"{name}: {json.dumps(value, default=str)}\n" for name, value in settings.items()))
-    return [sys.executable, "-m", "llamafactory.cli", "train", str(file)]
+    return run.module(
+        "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "29541", FILES / "verl_on_cpu.py",
+        *(f"{name}={value}" for name, value in settings.items()),
+    )  # fmt: skip
 
 
-def _swift(folder: Path, output: Path, kind: str, checkpointed: bool) -> list[str]:
+def _openrlhf(run: Run) -> list[str]:
     words = (
-        f"--model {folder / 'model'} --model_type llama --template chatml --dataset {folder / 'data/messages.jsonl'} "
-        f"--output_dir {output} --add_version false --max_steps {STEPS} --per_device_train_batch_size 8 "
-        f"--gradient_accumulation_steps 1 --logging_steps 1 --save_strategy steps --save_steps {STEPS} "
-        "--eval_strategy no --split_dataset_ratio 0 --report_to none --torch_dtype float32 --max_length 128 "
-        "--use_cpu true --learning_rate 1e-3 --attn_impl sdpa --seed 0 --data_seed 0 --dataloader_num_workers 0 "
-        f"--tuner_type {kind} --gradient_checkpointing {str(checkpointed).lower()} --save_only_model true"
+        "--model.model_name_or_path model --data.dataset data/chats.json --data.input_key instruction "
+        "--data.output_key output --data.max_len 128 --train.micro_batch_size 8 --train.batch_size 8 "
+        f"--train.max_epochs {run.steps // 12} --ds.zero_stage 0 --ds.param_dtype bf16 --ds.attn_implementation sdpa "
+        f"--adam.lr 1e-3 --ckpt.output_dir {run.output} --logger.logging_steps 1 --eval.steps -1 --train.seed 0"
     )
-    return [sys.executable, "-m", "swift.cli.sft", *words.split()]
+    return run.module(
+        "deepspeed.launcher.runner", "--num_gpus", "1", "--master_port", "29545", FILES / "openrlhf_on_cpu.py",
+        *words.split(), *["--model.gradient_checkpointing_enable"] * run.checkpointed,
+    )  # fmt: skip
 
 
-PROGRAMS = (Program("LLaMA-Factory", "llamafactory", _llama_factory), Program("ms-swift", "ms_swift", _swift))
+def _script(name: str, *launcher: str) -> Callable[[Run], list[str]]:
+    """A script of ``program_files/``, by a launcher's module and its words."""
+
+    def command(run: Run) -> list[str]:
+        words = [FILES / name, "--output", run.output, "--steps", run.steps]
+        words += ["--checkpointing"] * run.checkpointed + ["--full"] * (run.kind == "full")
+        if launcher:
+            return run.module(*launcher, *words)
+        return [run.python, *map(str, words)]
+
+    return command
+
+
+PROGRAMS = (
+    Program("LLaMA-Factory", "llamafactory", ("full", "lora"), _llama_factory),
+    Program("ms-swift", "ms_swift", ("full", "lora"), _swift),
+    Program("axolotl", "axolotl", ("full", "lora"), _axolotl, variables=(("AXOLOTL_DO_NOT_TRACK", "1"),)),
+    Program("litgpt", "litgpt", ("full", "lora"), _litgpt, has_checkpointing=False, prepare="litgpt_model.py"),
+    Program(
+        "verl", "verl", ("SFT worker, FSDP2",), _verl, prepare="verl_data.py",
+        variables=(("HYDRA_FULL_ERROR", "1"),),
+    ),
+    Program(
+        "OpenRLHF", "openrlhf", ("SFT, DeepSpeed, bf16",), _openrlhf,
+        variables=(("DS_ACCELERATOR", "cpu"), ("DS_BUILD_OPS", "0")),
+    ),
+    Program("Composer", "mosaicml", ("all weights",), _script("composer_train.py")),
+    Program("Unsloth", "unsloth", ("full", "lora"), _script("unsloth_train.py")),
+    Program(
+        "accelerate launch", "accelerate", ("accumulated, clipped",),
+        _script("accelerate_train.py", "accelerate.commands.launch", "--cpu", "--num_processes", "1"),
+    ),
+    Program(
+        "torchrun", "torch", ("DDP, two ranks",),
+        _script("torchrun_train.py", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"),
+    ),
+    Program(
+        "deepspeed", "deepspeed", ("ZeRO-2, accumulated",),
+        _script("deepspeed_train.py", "deepspeed.launcher.runner", "--num_gpus", "1", "--master_port", "29535"),
+        variables=(("DS_ACCELERATOR", "cpu"), ("DS_BUILD_OPS", "0")),
+    ),
+)  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", nargs="*", default=[], metavar="PROGRAM=FOLDER[:FOLDER]")
+    parser.add_argument("--python", nargs="*", default=[], metavar="PROGRAM=INTERPRETER")
+    parser.add_argument("--kinds", nargs="*", help="of each program; default all")
+    parser.add_argument("--steps", type=int, default=STEPS)
     args = parser.parse_args()
     folders = dict(pair.split("=", 1) for pair in args.packages)
+    interpreters = dict(pair.split("=", 1) for pair in args.python)
     for program in PROGRAMS:
         if program.name in folders:
-            for kind in ("full", "lora"):
-                found = _case(program, kind, folders[program.name])
+            for kind in args.kinds or program.kinds:
+                python = interpreters.get(program.name, sys.executable)
+                found = _case(program, kind, folders[program.name], python, args.steps)
                 _write(found)
     if "torchtitan" in folders:
-        found = _torchtitan(folders["torchtitan"])
-        _write(found)
+        for kind in args.kinds or ("as it is", "compiled"):
+            found = _torchtitan(folders["torchtitan"], compiled=kind == "compiled")
+            _write(found)
     return 0
 
 
@@ -102,68 +224,81 @@ def _environment(packages: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DISABLE_VERSION_CHECK": "1"}
 
 
-def _case(program: Program, kind: str, packages: str) -> dict:
+def _case(program: Program, kind: str, packages: str, python: str, steps: int) -> dict:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        environment = _environment(packages) | {"LOWTIDE_CACHE_DIR": str(folder / "plans")}
-        subprocess.run(
-            [sys.executable, HERE / "tiny_model.py", str(folder)], env=environment, check=True, capture_output=True
-        )
+        environment = _environment(packages) | {"LOWTIDE_CACHE_DIR": str(folder / "plans")} | dict(program.variables)
+        environment["LOWTIDE_ALLOCATION_COUNTER"] = str(cache_dir() / "counter")  # from the first step on
+        subprocess.run([python, "-c", _COUNTER], env=environment, check=True, capture_output=True)
+        for file in [HERE / "tiny_model.py", *([FILES / program.prepare] if program.prepare else [])]:
+            subprocess.run([python, file, str(folder)], env=environment, check=True, capture_output=True)
 
-        def run(name: str, budget: str | None, checkpointed: bool) -> dict:
-            command = program.command(folder, folder / name, kind, checkpointed)
+        def run(name: str, budget: str | None = None, *, checkpointed: bool = False, steps: int = steps) -> dict:
+            command = program.command(Run(python, kind, checkpointed, steps, folder / name))
             if budget is not None:
-                command = [sys.executable, "-m", "lowtide.cli", "run", "--json", "--budget", budget, "--", *command]
+                command = [python, "-m", "lowtide.cli", "run", "--json", "--budget", budget, "--", *command]
             began = time.perf_counter()
             done = subprocess.run(command, env=environment, cwd=folder, text=True, capture_output=True, timeout=LIMIT_S)
             if done.returncode:
-                raise SystemExit(f"{program.name} {kind} {name}: {done.stderr[-3000:]}")
+                raise SystemExit(f"{program.name} {kind} {name}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
             printed = done.stdout + done.stderr
-            seconds = re.findall(r"'train_runtime': '?([\d.]+)", printed)
-            status = json.loads(done.stdout.strip().splitlines()[-1])["lowtide"] if budget is not None else None
+            seconds = re.findall(r"(?:'train_runtime': '?|Training Time +: )([\d.]+)", printed)
+            status = json.loads(done.stdout.strip().splitlines()[-1]) if budget is not None else {}
             return {
-                "losses": re.findall(r"\{'loss': '?([\d.]+)", printed), "weights": _digest(folder / name),
-                "seconds": float(seconds[-1]) if seconds else time.perf_counter() - began, "status": status,
+                "losses": re.findall(r"(?:\{'loss': '?|loss train: |train/loss:|gpt_loss=)([\d.]+)", printed),
+                "weights": _digest(folder / name),
+                "seconds": float(seconds[-1]) if seconds else time.perf_counter() - began,
+                "status": status.get("lowtide"), "attached_to": status.get("attached_to"),
             }  # fmt: skip
 
-        plain = run("plain", None, checkpointed=False)
-        own = run("own", None, checkpointed=True)
-        counted = run("counted", "1TiB", checkpointed=False)["status"]["observed_peak_bytes"]
+        plain = run("plain")
+        own = run("own", checkpointed=True) if program.has_checkpointing else None
+        counted = run("counted", "1TiB", steps=COUNTED_STEPS)["status"]["observed_peak_bytes"]
         budget = int(SHARE * counted)
-        run("first", f"{budget}B", checkpointed=True)
-        ours = run("ours", f"{budget}B", checkpointed=True)
+        first = run("first", f"{budget}B", checkpointed=program.has_checkpointing)
+        ours = run("ours", f"{budget}B", checkpointed=program.has_checkpointing)
     status = ours["status"]
+    peaks = [run["status"]["highest_peak_bytes"] for run in (first, ours)]  # None: not each step was counted
+    seconds = {"plain": plain["seconds"], "lowtide": ours["seconds"], "lowtide_first": first["seconds"]}
+    if own is not None:
+        seconds["own"] = own["seconds"]
     return {
         "program": program.name, "version": _version(program.package, packages), "case": kind, "lines_changed": 0,
-        "bitwise_losses": ours["losses"] == plain["losses"] != [],
-        "bitwise_weights": ours["weights"] == plain["weights"] != "none",
-        "own_bitwise_weights": own["weights"] == plain["weights"], "plain_peak_bytes": counted,
-        "budget_bytes": budget, "peak_bytes": status["observed_peak_bytes"], "steps": status["steps"],
-        "planned_steps": status["planned_steps"], "over_budget_steps": status["over_budget_steps"],
-        "seconds": {"plain": plain["seconds"], "own": own["seconds"], "lowtide": ours["seconds"]}, **provenance(),
+        "attached_to": ours["attached_to"],
+        "bitwise_losses": first["losses"] == ours["losses"] == plain["losses"] != [],
+        "bitwise_weights": first["weights"] == ours["weights"] == plain["weights"] != "none",
+        "own_bitwise_weights": own and own["weights"] == plain["weights"], "plain_peak_bytes": counted,
+        "budget_bytes": budget, "peak_bytes": None if None in peaks else max(peaks),
+        "steps": status["steps"], "planned_steps": status["planned_steps"],
+        "first_planned_steps": first["status"]["planned_steps"], "plans": status["plans"],
+        "over_budget_steps": max(run["status"]["over_budget_steps"] for run in (first, ours)), "seconds": seconds,
+        **provenance(), "transformers": _version("transformers", packages),
     }  # fmt: skip
 
 
 def _digest(folder: Path) -> str:
     """Of the weights that the program saved last."""
-    files = sorted(folder.rglob("*.safetensors"), key=lambda path: (len(path.parts), path.name))
+    files = [
+        path for kind in ("*.safetensors", "lit_model.pth*", "model_world_size_*.pt") for path in folder.rglob(kind)
+    ]
+    files.sort(key=lambda path: (len(path.parts), path.name))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else "none"
 
 
 def _version(package: str, packages: str) -> str:
-    for found in distributions(path=packages.split(os.pathsep)):
+    for found in distributions(path=[*packages.split(os.pathsep), *sys.path]):
         if found.metadata["Name"].lower().replace("-", "_") == package:
             return found.version
     return "?"
 
 
-def _torchtitan(packages: str) -> dict:
+def _torchtitan(packages: str, *, compiled: bool) -> dict:
     source = (
         "import json, os, sys, torch\n"
         "torch.set_num_threads(1)\n"
         "torch.distributed.init_process_group('gloo', init_method='tcp://127.0.0.1:29519', rank=0, world_size=1)\n"
         "from support import torchtitan_training\n"
-        "found = torchtitan_training.policies(0, sys.argv[1], 0.6, 1)\n"
+        "found = torchtitan_training.policies(0, sys.argv[1], 0.6, 1, sys.argv[2] == 'True')\n"
         "plain = found['none']\n"
         "for run in found.values():\n"
         "    run['same'] = (run['losses'], run['weights']) == (plain['losses'], plain['weights'])\n"
@@ -177,7 +312,11 @@ def _torchtitan(packages: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         environment["LOWTIDE_CACHE_DIR"] = folder
         done = subprocess.run(
-            [sys.executable, "-c", source, folder], env=environment, text=True, capture_output=True, timeout=LIMIT_S
+            [sys.executable, "-c", source, folder, str(compiled)],
+            env=environment,
+            text=True,
+            capture_output=True,
+            timeout=LIMIT_S,
         )
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
@@ -185,15 +324,17 @@ def _torchtitan(packages: str) -> dict:
     ours, status = found["lowtide"], found["lowtide"]["status"]
     last = {name: run["peaks"][-1] for name, run in found.items()}
     return {
-        "program": "torchtitan", "version": _version("torchtitan", packages), "case": "Llama 3, FSDP2, gloo",
+        "program": "torchtitan", "version": _version("torchtitan", packages),
+        "case": "Llama 3, FSDP2, gloo" + ", compiled" * compiled,
         "lines_changed": 1, "bitwise_losses": ours["same"], "bitwise_weights": ours["same"],
         "own_bitwise_weights": found["full"]["same"], "plain_peak_bytes": max(found["none"]["peaks"]),
         "budget_bytes": ours["budget"], "peak_bytes": max(ours["peaks"]), "steps": status["steps"],
         "planned_steps": status["planned_steps"], "over_budget_steps": status["over_budget_steps"],
         "own_peak_bytes": last["full"], "selective_peak_bytes": last["selective"],
+        "memory_budget_peak_bytes": last.get("memory budget"),
         "seconds": {
             "plain": found["none"]["seconds"], "own": found["full"]["seconds"], "lowtide": ours["seconds"],
-            "selective": found["selective"]["seconds"],
+            **{name: found[name]["seconds"] for name in ("selective", "memory budget") if name in found},
         },
         **provenance(),
     }  # fmt: skip

@@ -34,16 +34,26 @@ def use_torchtitan() -> None:
 
 
 def trainer_config(
-    policy: Any = None, *, steps: int = 6, layers: int = 3, accumulate: int = 1, folder: str = "."
+    policy: Any = None,
+    *,
+    steps: int = 6,
+    layers: int = 3,
+    accumulate: int = 1,
+    folder: str = ".",
+    compiled: bool = False,
 ) -> Any:
-    """Of a small Llama, sharded over the ranks that there are, with this activation checkpointing."""
+    """Of a small Llama, sharded over the ranks that there are, with this activation checkpointing.
+
+    Args:
+        compiled: Each block by Inductor, as torchtitan does it.
+    """
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.components.tokenizer import BaseTokenizer
-    from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import model_registry
     from torchtitan.trainer import Trainer
@@ -104,6 +114,7 @@ def trainer_config(
         dataloader=Tokens.Config(),
         metrics=MetricsProcessor.Config(log_freq=100),
         parallelism=ParallelismConfig(),
+        compile=CompileConfig(enable=compiled, components=["model"]),
         checkpoint=CheckpointManager.Config(enable=False),
         activation_checkpoint=policy,
     )  # fmt: skip
