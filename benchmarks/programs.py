@@ -242,7 +242,7 @@ def _case(program: Program, kind: str, packages: str, python: str, steps: int) -
             if done.returncode:
                 raise SystemExit(f"{program.name} {kind} {name}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
             printed = done.stdout + done.stderr
-            seconds = re.findall(r"(?:'train_runtime': '?|Training Time +: )([\d.]+)", printed)
+            seconds = re.findall(r"(?:'train_runtime': '?|Training Time +: +)([\d.]+)", printed)
             status = json.loads(done.stdout.strip().splitlines()[-1]) if budget is not None else {}
             return {
                 "losses": re.findall(r"(?:\{'loss': '?|loss train: |train/loss:|gpt_loss=)([\d.]+)", printed),

@@ -1,10 +1,13 @@
 """The benchmark of other libraries: what its lines say is what ran."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import integration_cases
 import integrations
+import programs
 import pytest
+from integrations_table import programs_table
 
 STATUS = SimpleNamespace(steps=4, planned_steps=2, plans=1, reasons=(), budget_bytes=100)
 
@@ -37,3 +40,31 @@ def test_a_case_runs_in_a_process_of_its_own():
 
     assert line["status"] == "ok", line
     assert line["bitwise_losses"] and line["bitwise_weights"] and line["planned_steps"] > 0
+
+
+def test_a_program_whose_steps_were_not_all_counted_says_so():
+    line = {
+        "program": "a program", "version": "1", "case": "lora", "lines_changed": 0, "bitwise_losses": True,
+        "bitwise_weights": False, "plain_peak_bytes": 2**20, "budget_bytes": 2**20, "peak_bytes": None, "steps": 9,
+        "planned_steps": 7, "seconds": {"plain": 2.0, "lowtide": 2.2}, "device": "", "threads": 1, "torch": "",
+        "commit": "abc",
+    }  # fmt: skip
+
+    row = programs_table([line]).splitlines()[2]
+
+    assert "| equal, **differ** |" in row and "| not counted | 7 of 9 | +10.0 %, none |" in row
+
+
+@pytest.mark.parametrize("program", programs.PROGRAMS, ids=lambda program: program.name)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_command_of_a_program_names_files_that_there_are(program, checkpointed):
+    """Each of its own output and steps; checkpointing is another command where the program has it."""
+    for kind in program.kinds:
+        run = programs.Run("python", kind, checkpointed, 24, Path("out"))
+        words = program.command(run)
+
+        files = [word for word in words if word.startswith(str(programs.FILES))]
+        assert all(Path(word).exists() for word in files)
+        assert any("out" in word for word in words)
+        other = program.command(programs.Run("python", kind, not checkpointed, 24, Path("out")))
+        assert (words != other) == program.has_checkpointing
