@@ -197,6 +197,8 @@ class Tape(SwitchedMode):
             self._close(self._call)
             if self._diverged_after is not None:
                 self._leave_plan()
+        if failed and self._transfers is not None:
+            self._transfers.forget()
         self.take_away()  # last: a step that ends short of its plan has put them in place
         self.end()
         self._outer_hooks = None

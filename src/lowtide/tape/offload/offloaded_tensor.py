@@ -108,6 +108,12 @@ class Transfers:
         with self._lock:
             self._settle(self._queue.settle_all())
 
+    def forget(self) -> None:
+        """The forward pass has failed. What nobody holds goes now, and not when the next one begins."""
+        with self._lock:
+            self._queue.settle_all()
+            self._inflight.clear()
+
     def on_unpack(self) -> None:
         """Backward unpacks a tensor, of this pass or another: start the fetches that are due."""
         with self._lock:
