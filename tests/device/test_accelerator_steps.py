@@ -51,7 +51,8 @@ def test_what_an_optimizer_keeps_counts_once(monkeypatch):
     everything = graph.resident_bytes + 1000  # of somebody else's
     monkeypatch.setattr(tracer, "is_accelerator", lambda device: True)
     monkeypatch.setattr(tracer, "device_name", lambda device: "a stand-in")
-    monkeypatch.setattr(tracer, "device_bytes", lambda device: everything)
+    monkeypatch.setattr(tracer, "counts_all", lambda device: True)
+    monkeypatch.setattr(tracer, "allocated_bytes", lambda device: everything)
 
     again = lowtide.trace(model, batch, optimizer=adam)
 

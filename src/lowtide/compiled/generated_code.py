@@ -158,7 +158,7 @@ class _StandIn:
     def to(self, dtype: torch.dtype) -> _StandIn:
         if dtype == self.spec.dtype:
             return self
-        made: _StandIn = self.reader.operator(torch.ops.aten._to_copy.default, (self,), {"dtype": dtype})
+        made: _StandIn = self.reader.operator(torch.ops.aten.to.dtype, (self, dtype), {})
         return made
 
     def zero_(self) -> _StandIn:

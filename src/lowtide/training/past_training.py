@@ -41,6 +41,7 @@ class PastTraining:
         self._places = _places_of(model)
         trained = [place for place in self._places if (p := _at(place)) is not None and p.requires_grad]
         self._sampled = trained[:: max(1, len(trained) // _SAMPLED)]
+        self._kinds = [type(p) for p in self.sampled]
         # By the thread that runs a backward: gradients before it. None: they say nothing, another ran at the same time.
         self._before: dict[int, list[tuple[int, int]] | None] = {}
         self._num_others = self._num_calls = self._num_untaped = 0
@@ -50,6 +51,11 @@ class PastTraining:
     def sampled(self) -> list[nn.Parameter | None]:
         """Some of the trained parameters; None for what is gone."""
         return [_at(place) for place in self._sampled]
+
+    @property
+    def are_others(self) -> bool:
+        """Something is in the place of trained parameters, as their shards are."""
+        return [type(p) for p in self.sampled] != self._kinds
 
     def before_backward(self) -> None:
         alone = not self._before
@@ -133,16 +139,15 @@ def _places_of(model: nn.Module) -> list[_Place]:
     """Where its parameters are, each once."""
     places: dict[int, _Place] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), (weakref.ref(module), name))
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), (weakref.ref(module), name))
     return list(places.values())
 
 
 def _at(place: _Place) -> nn.Parameter | None:
     """The parameter there now; None if it is gone."""
     module = place[0]()
-    return None if module is None else module._parameters.get(place[1])
+    return None if module is None else getattr(module, place[1], None)
 
 
 def _version(gradient: torch.Tensor | None) -> int:

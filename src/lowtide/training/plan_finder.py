@@ -37,7 +37,7 @@ class PlanFinder:
         if is_partitioned(p for p in sampled if p is not None):
             self._plans_by_shape.is_sharded = True
             return "DeepSpeed's ZeRO-3 has partitioned the model since fit. Fit it afterwards"
-        if None in sampled and wrapped_parameters(model):
+        if self._past.are_others and wrapped_parameters(model):
             self._plans_by_shape.is_sharded = True
             return "the model was sharded after fit. Fit it afterwards"
         return ""
