@@ -162,7 +162,9 @@ class StepMemory:
         self._has_budget = self._budget.absolute_bytes is not None
         self._budget.note_limit()
         device = self._budget.device
-        if is_accelerator(device) and step is not None and not step.saw_segments:
+        # Of a sharded model blocks belong to several streams, and one that was used on another is not free at once.
+        knows_blocks = is_accelerator(device) and not self._plans_by_shape.is_sharded
+        if knows_blocks and step is not None and not step.saw_segments:
             step.saw_segments = True
             if (segments := segments_of(device)) is not None:
                 step.foresee_from(segments)
