@@ -503,8 +503,9 @@ def test_a_fit_whose_steps_fail_with_copies_in_flight_goes_on_right_and_leaks_no
         for where in ("forward", "loss", "backward") * 2:
             run_failing_step(model, batch, where)
             device.finish_backward_threads()
-            # A thread of autograd's may hold the failed step for a moment more, which is in no plan.
-            assert goes(lambda: torch.accelerator.memory_allocated() > there), where
+            if where != "loss":  # whose copies are settled when the next step begins
+                # A thread of autograd's may hold the failed step for a moment more, which is in no plan.
+                assert goes(lambda: torch.accelerator.memory_allocated() > there), where
             if where == "forward":  # no backward comes any more
                 assert bytes_held(pool) == 0, where
             assert differing(expected, right_step(model, batch)) == [], where

@@ -203,6 +203,11 @@ class Tape(SwitchedMode):
         self.end()
         self._outer_hooks = None
 
+    def settle_copies(self) -> None:
+        """What is on its way to another tier arrives, and goes from the device. Raises: TierError: a copy failed."""
+        if self._transfers is not None:
+            self._transfers.settle_all()
+
     def begin(self, call: TapedCall) -> None:
         """A new forward pass starts."""
         self._call, self._callers = _OpenCall(call), []
@@ -222,8 +227,7 @@ class Tape(SwitchedMode):
         self._next_number = 0
         self._backward_began = False
         if self.program.moves_anything:
-            if self._transfers is not None:
-                self._transfers.settle_all()  # its backward is still to come, or never comes
+            self.settle_copies()  # of the last one, whose backward is still to come, or never comes
             self._transfers = Transfers(self.tiers, self.program.max_inflight_bytes)
         self.counts.steps += 1
 

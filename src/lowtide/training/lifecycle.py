@@ -180,6 +180,8 @@ class Lifecycle:
             step.why_no_plan = lost
             self.memory.begin_step(None)
             return
+        if self._last is not None:
+            self._last.tape.settle_copies()  # of a step whose loss failed: what they copy is still there
         if (changed := self.memory.look(model, batch)) and not self.plans_by_shape.is_sharded:
             self.recorded.clear()
             self.plans_by_shape.start_afresh(*changed)
