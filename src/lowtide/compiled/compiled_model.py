@@ -36,12 +36,11 @@ from lowtide.tracing.tracer import resident_bytes
 from lowtide.training.budget import StepBudget
 from lowtide.training.existing_checkpointing import ExistingCheckpointing
 from lowtide.training.notices import Notices
-from lowtide.training.status import Status
+from lowtide.training.status import WATCHED, Status
 from lowtide.units import format_bytes, parse_budget
 
 _MOST_CORRECTIONS = 3
 _EXACT = 1e-3  # of what a step takes: so far apart may prediction and count be
-_WATCHED = "the last step was watched, to plan the next"
 _RECOMPILE_LIMIT = 256  # of Dynamo, for one code object: layers of all kinds and shapes share one
 
 
@@ -216,11 +215,10 @@ class CompiledModel(nn.Module):
     def status(self) -> Status:
         """What really ran so far, as ``Fit.status``; peaks are the allocator's. Nobody waits for a device."""
         counters = self._counted.counters
-        known = self._last_plan.budget_bytes if self._last_plan is not None else self._budget
         return Status.of(
             counters,
             why_not=counters.why_not_planned if self._calls else "the model was taken apart by remove()",
-            budget_bytes=known if isinstance(known, int) else None,
+            budget_bytes=self._budget_bytes,
             shapes=len(self._last_calls),
             plans=len(self._plans),
             planning_s=self._planning_s,
@@ -298,11 +296,14 @@ class CompiledModel(nn.Module):
     def _count(self, shapes: str, plan: CompiledPlan | None, call: Call) -> None:
         """A step begins."""
         is_watched = plan is None and shapes not in self._unplanned and not self._is_unchecked
+        why_not = "" if plan is not None else WATCHED if is_watched else self.reason
+        self._counted.begin(self._model, call, shapes, plan, budget_bytes=self._budget_bytes, why_not=why_not)
+
+    @property
+    def _budget_bytes(self) -> int | None:
+        """None as long as a percentage waits for the first plan, and where there is no budget."""
         known = self._last_plan.budget_bytes if self._last_plan is not None else self._budget
-        self._counted.begin(
-            self._model, call, shapes, plan, budget_bytes=known if isinstance(known, int) else None,
-            why_not="" if plan is not None else _WATCHED if is_watched else self.reason,
-        )  # fmt: skip
+        return known if isinstance(known, int) else None
 
     def _plan_for(self, shapes: str, budget: int | float | None) -> CompiledPlan:
         """Raises: BudgetInfeasibleError."""

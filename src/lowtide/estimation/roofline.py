@@ -118,7 +118,7 @@ def call_ms(signature: Mapping[str, Any], made_bytes: int, device: Device) -> fl
 def moved_ms(moved_bytes: int, device: Device) -> float:
     """Milliseconds in which ``device`` reads and writes so many bytes, elementwise."""
     at_peak_s = moved_bytes / device.bandwidth_bytes_per_s
-    return 1e3 * at_peak_s / between(_MEMORY, max(at_peak_s * 1e6, _MEMORY[0][0]))
+    return 1e3 * at_peak_s / between(_MEMORY, at_peak_s * 1e6)
 
 
 def compute_s(work: Work, device: Device) -> float:

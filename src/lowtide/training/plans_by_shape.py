@@ -34,6 +34,7 @@ from lowtide.tracing.model_facts import ModelFacts
 from lowtide.training.notices import Notices
 from lowtide.training.planned_step import PlannedStep
 from lowtide.training.shared_tiers import SharedTiers
+from lowtide.training.status import WATCHED
 from lowtide.units import format_bytes
 
 logger = logging.getLogger("lowtide")
@@ -274,7 +275,7 @@ class PlansByShape:
                 f"the last {self._in_vain} plans have served no step, since each step is of other shapes: "
                 f"of {_THEN_EVERY} steps one is recorded"
             )
-        return "the last step was watched, to plan the next"
+        return WATCHED
 
     def _keep_diverged(self, planned: PlannedStep) -> bool:
         """The last step under ``planned`` ran other ops: whether it is still the best there is."""

@@ -7,6 +7,7 @@ from typing import Any
 from lowtide.reports.notebook import card
 from lowtide.units import format_bytes
 
+WATCHED = "the last step was watched, to plan the next"  # a reason to have no plan
 _TOLD_SHARE = 0.01  # of the budget: the sentence speaks of steps that took so much more
 
 
