@@ -9,7 +9,7 @@ from support.online_steps import online
 from torch import nn
 
 import lowtide
-from lowtide.graph.step_graph import FREE, PACK, RELEASE, RUN, UNPACK
+from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.solvers.dispatch import solve
 from lowtide.training.watched_step import WatchedStep
@@ -176,3 +176,16 @@ def test_new_gradients_count_as_there_before(batch):
 
     assert first.resident == second.resident
     assert plain_peak(first, costs) == plain_peak(second, others)
+
+
+def test_what_a_node_of_autograd_has_let_go_of_is_dropped_before_its_bias_gradient():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+    graph, _, _ = watched(layers, torch.randn(32, 16))
+    names = [op.name for op in graph.ops]
+    ran = [(names[number] if kind == RUN else "DROP" if kind == DROP else "") for kind, number in graph.events]
+    ran = [what for what in ran if what in ("aten.mm.default", "aten.sum.dim_IntList", "DROP")]
+
+    # The second layer's: its input and weight go after the products of its gradients, and its bias is summed up then.
+    before = ran[: ran.index("aten.sum.dim_IntList")][::-1]
+    assert before[:2] == ["DROP", "DROP"] and before[2:4] == ["aten.mm.default"] * 2

@@ -26,6 +26,7 @@ from lowtide.units import format_bytes
 
 _MOST_FOUND_UNSETTLED = 2  # then what is not optimized is not called, perhaps
 _MOST_FOUND_GATHERED = 3  # then an evaluation comes before every step, perhaps
+_MOST_FOUND_MIXED = 2  # then the two threads make as many nodes, perhaps
 
 
 class _Recorded(NamedTuple):
@@ -57,6 +58,7 @@ class RecordedSteps:
         self._unread: list[_Recorded] = []  # the device has not passed all of their ops yet
         self._found_unsettled = 0  # steps that no plan came of, since scripted code had not been optimized
         self._found_gathered = 0  # likewise, since ZeRO-3 had gathered parameters before
+        self._found_mixed = 0  # likewise, since nodes of forward and of backward were run in an order of their own
         self._told_crossing = False
 
     def has(self, shape: CallShape) -> bool:
@@ -93,7 +95,7 @@ class RecordedSteps:
                 self._reasons.say(f"{op} {why}: saved")
             self._plans_by_shape.refuse(shape, watch.problem_of_recording)
             return
-        if why := self._why_unlike_later_ones(watch, model):
+        if why := self._why_unlike_later_ones(step, watch, model):
             self._counters.why_not_planned = why
             return
         graph, costs = watch.graph_and_costs(model, self._budget.optimizers.all())
@@ -141,10 +143,13 @@ class RecordedSteps:
             return graph
         return replace(graph, resident={**graph.resident, "optimizer": state_bytes})
 
-    def _why_unlike_later_ones(self, watch: WatchedStep, model: nn.Module) -> str:
+    def _why_unlike_later_ones(self, step: RunningStep, watch: WatchedStep, model: nn.Module) -> str:
         """Why later steps take other memory than was recorded; "" if they do not.
 
-        ZeRO-3 gathers other parameters then, or a profiler hid what kernels take.
+        ZeRO-3 gathers other parameters then, or a profiler hid what kernels take. And autograd runs the node first that
+        has the highest number, and each thread counts for itself. On a device backward has a thread of its own. So in
+        the first step, where both begin at 0, second derivatives come in another order than later, when the numbers of
+        the thread that runs forward are all higher.
         """
         if watch.recorder.profiled:
             why = "a profiler was active, so what kernels take beside what they make was not measured"
@@ -158,4 +163,8 @@ class RecordedSteps:
         if watch.recorder.functions.found_unsettled and self._found_unsettled < _MOST_FOUND_UNSETTLED:
             self._found_unsettled += 1
             return "TorchScript optimizes scripted code after its first call: the next step is watched"
+        first_node = min((nodes.start for nodes in step.nodes.values()), default=0)
+        if watch.nodes_of_backward > first_node and self._found_mixed < _MOST_FOUND_MIXED:
+            self._found_mixed += 1
+            return "autograd runs the nodes of this step in another order than those of later ones: the next is watched"
         return ""

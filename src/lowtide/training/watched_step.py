@@ -9,6 +9,7 @@ others early. So the record ends a storage's life where it would have ended:
 """
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -54,6 +55,7 @@ from lowtide.tape.values import Kept
 from lowtide.tracing.model_facts import device_of
 from lowtide.tracing.optimizer_state import existing_state_bytes
 from lowtide.tracing.tracer import add_residents, finished_graph, resident_bytes
+from lowtide.training.planned_step import num_nodes
 from lowtide.training.watched_times import WatchedTimes
 
 _OWN_REFERENCES = 2  # to a storage that only the tape holds: its tensor, and the storage's Python object
@@ -67,6 +69,8 @@ class WatchedStep(OnlineTape):
     Attributes:
         problem_of_recording: Why the graph is not complete; "" if it is.
         found_gathered: ZeRO-3 had gathered parameters before the step, which later steps may have to do themselves.
+        nodes_of_backward: So many autograd nodes the thread that runs backward had made when it made the last one of
+            the step; 0: backward made none (no ``create_graph``), or runs on the thread that runs forward.
     """
 
     may_be_unseen = False
@@ -91,11 +95,13 @@ class WatchedStep(OnlineTape):
         self._ran_again: Counter[int] = Counter()  # by signature: ops that checkpointing ran again in backward
         self._op_of: dict[int, int] = {}  # by the tape's number: the builder's
         self._python_holds: dict[int, tuple[StoredValue, int]] = {}  # saved, and not yet let go by Python
-        self._handed_out: dict[int, int | None] = {}  # saved tensor -> autograd node that was given it
+        self._handed_out: dict[int, _HandedOut] = {}  # by saved tensor
         self.times = WatchedTimes(device_of(model))
         self._resident: dict[str, int] = {}
         self._other_bytes = 0  # on the device before the step; on an accelerator the optimizer's state is among it
         self.found_gathered = False
+        self.nodes_of_backward = 0
+        self._thread = threading.get_ident()
         self._batch = ""
         self.problem_of_recording = ""
         self._had_gradients: set[str] = set()  # names of parameters that had one when the step began
@@ -186,6 +192,8 @@ class WatchedStep(OnlineTape):
             self._op_of[self._number] = len(builder.ops) - 1
             if graph_task() != -1 and torch.is_grad_enabled():
                 self._note_run_again(op.signature)
+                if threading.get_ident() != self._thread:
+                    self.nodes_of_backward = num_nodes()
         return result
 
     def _count_inputs(self, given: Any) -> None:
@@ -224,11 +232,12 @@ class WatchedStep(OnlineTape):
     @module_calls.never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is _RecordedKept:
-            self._note_unpacked(packed.saved)
-            return super().unpack(packed.kept)
+            tensor = super().unpack(packed.kept)
+            self._note_unpacked(packed.saved, tensor)
+            return tensor
         tensor = super().unpack(packed)
         if type(packed) is _RecordedHandle:
-            self._note_unpacked(packed.saved)
+            self._note_unpacked(packed.saved, tensor)
             if self._storages.find(tensor) is None:
                 self._storages.add_remade(tensor, self._builder.saved[packed.saved])
             if (given := self.recorder.functions.stored.given) is not None:
@@ -254,10 +263,10 @@ class WatchedStep(OnlineTape):
         self.recorder.assignments.check(tensor)
         return saved
 
-    def _note_unpacked(self, saved: int) -> None:
+    def _note_unpacked(self, saved: int, tensor: torch.Tensor) -> None:
         self._drop_what_was_used()
         self._builder.add_event(UNPACK, saved)
-        self._handed_out[saved] = _node()
+        self._handed_out[saved] = _HandedOut(tensor)
 
     def note_released(self, saved: int) -> None:
         """Autograd has let a saved tensor go."""
@@ -266,10 +275,10 @@ class WatchedStep(OnlineTape):
         self._builder.add_event(RELEASE, saved)
 
     def _drop_what_was_used(self) -> None:
-        """Another autograd node runs: what an earlier one was given, it has used."""
+        """What an earlier autograd node was given, it has used; and this one, what it has let go of."""
         if self._handed_out:
             node = _node()
-            for saved in [s for s, given_to in self._handed_out.items() if given_to != node]:
+            for saved in [s for s, given in self._handed_out.items() if given.node != node or given.is_let_go]:
                 del self._handed_out[saved]
                 self._builder.add_event(DROP, saved)
 
@@ -435,6 +444,31 @@ class _RecordedKept:
     @module_calls.never_compiled
     def __del__(self) -> None:
         self.watch.note_released(self.saved)
+
+
+class _HandedOut:
+    """A tensor that an autograd node was given, which makes a tensor of its own of it.
+
+    That ends with the node's own code. What autograd does then (it sums a gradient over the rows that a bias was
+    broadcast to) is still part of the node.
+    """
+
+    __slots__ = ("_references", "_storage", "_taken", "_tensor", "node")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.node, self._taken = _node(), False
+        self._tensor = tensor  # held: else the tape might let go of it, and the count would fall for that
+        self._storage = storage_of(tensor)
+        self._references = 0 if self._storage is None else use_count(self._storage._cdata)
+
+    @property
+    def is_let_go(self) -> bool:
+        """Whether the node had it, and has it no more."""
+        if self._storage is None:
+            return False
+        taken = use_count(self._storage._cdata) > self._references
+        self._taken |= taken
+        return self._taken and not taken
 
 
 def _node() -> int | None:
