@@ -16,6 +16,7 @@ from lowtide.graph.costs import DISK, Link
 from lowtide.planning import plan_cache
 from lowtide.planning.plan_cache import PlanCache
 from lowtide.planning.plan_request import PlanRequest
+from lowtide.planning.worker import answers
 
 REQUEST = decoder_request()
 PLAN = solved(REQUEST)
@@ -63,14 +64,22 @@ def test_times_that_differ_as_runs_do_find_the_same_plan(cache, factor_of):
     assert cache.find(with_times(REQUEST, factor_of)).plan == PLAN
 
 
-def test_a_plan_for_other_times_is_not_used(cache):
+def test_a_plan_for_other_times_serves_until_another_one_is_made(cache):
     cache.keep(REQUEST, PLAN)
     heaviest = max(range(len(REQUEST.costs.op_ms)), key=REQUEST.costs.op_ms.__getitem__)
+    others = with_times(REQUEST, lambda i: 50.0 if i == heaviest else 1.0)
 
-    found = cache.find(with_times(REQUEST, lambda i: 50.0 if i == heaviest else 1.0))
+    found = cache.find(others)
 
     assert found.plan is None
-    assert found.reason.startswith("a cached plan was ignored: ops take other times than when it was made:")
+    assert found.reason.startswith("a cached plan served until another one was made: ops take other times than when it")
+    assert found.meanwhile.decisions == PLAN.decisions
+    assert found.meanwhile.plain_step_ms == pytest.approx(others.costs.plain_step_ms)  # of now, not of then
+
+    first, *_, last = answers(replace(others, cache_dir=cache.directory))
+    assert first.result == found.meanwhile and first.cached and not first.final
+    assert last.final and not last.cached and last.result.predicted_step_ms <= first.result.predicted_step_ms
+    assert found.reason in last.reason
 
 
 def test_times_of_compiled_code_and_notes_for_readers_find_the_same_plan_for_the_graph_at_hand(cache):

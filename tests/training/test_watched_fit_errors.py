@@ -198,7 +198,7 @@ def test_the_plans_of_a_run_are_kept_for_the_next(model, budget, tmp_path, monke
         train(model, [batch_of()])
         again.wait()
         # Ops of a toy may take quite other times in the next step. Then a reason says so, and it is planned anew.
-        assert again.plan.decisions == fit.plan.decisions or "a cached plan was ignored" in reasons_of(again)
+        assert again.plan.decisions == fit.plan.decisions or "a cached plan served" in reasons_of(again)
     assert sorted(tmp_path.rglob("*.json.gz")) == kept
 
 

@@ -3,8 +3,9 @@
 **What finds a plan.** The key is a digest of what decides whether a plan is *valid*: the graph, the budget, the method
 and its options, which tiers may be used, the device, and the versions of lowtide and PyTorch. Not in the key: the times
 of ops, which differ from run to run, and how much of a tier is free. They decide whether a plan is *good*. They are
-kept beside the plan and compared when it is found: a plan that was made when other ops took the time is not used, nor
-one that moves more than a tier has room for. Before a plan is used, the simulator judges it on the graph at hand, so an
+kept beside the plan and compared when it is found: a plan that was made when other ops took the time serves only until
+another one is made (a machine that does other work measures other times), and one that moves more than a tier has room
+for is not used. Before a plan is used, the simulator judges it on the graph at hand, so an
 entry that is wrong costs time and no memory. Known weakness: that a tier has more room now is not noticed.
 
 **What is in a plan that was found.** The decisions are those of ``solve``. Its predicted times are those of the run
@@ -38,6 +39,7 @@ from lowtide.planning.plan_request import PlanRequest
 from lowtide.simulation.caching_allocator import expandable_segments_here
 from lowtide.simulation.simulator import simulate
 from lowtide.solvers.arguments import offload_capacities
+from lowtide.solvers.build_plan import with_decisions_of
 from lowtide.units import format_bytes
 
 VERSION = 1
@@ -53,10 +55,12 @@ class CachedPlan:
     Attributes:
         plan: None where there is none that is good.
         reason: Why a plan that was there is not used, one line; "" where there was none.
+        meanwhile: One that fits, and was the fastest when ops took other times: good until a better one is there.
     """
 
     plan: Plan | None
     reason: str = ""
+    meanwhile: Plan | None = None
 
 
 class PlanCache:
@@ -85,11 +89,16 @@ class PlanCache:
         try:
             plan, costs = _read_entry(data, path.name)
             plan = replace(plan, graph_fingerprint=request.graph.fingerprint)
-            reason = _why_unsuitable(request, plan, costs)
+            reason = _why_no_room(request, plan)
+            _check_fits(request, plan, costs)
+            why_slow = _why_slow(request, plan, costs)
+            meanwhile = with_decisions_of(plan, request.graph, request.costs) if why_slow and not reason else None
         except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, RecursionError, LowtideError) as error:
             return CachedPlan(None, f"a cached plan was ignored: {path} is damaged ({error})")
         if reason:
             return CachedPlan(None, f"a cached plan was ignored: {reason}")
+        if why_slow:
+            return CachedPlan(None, f"a cached plan served until another one was made: {why_slow}", meanwhile)
         with suppress(OSError):
             os.utime(path)  # it is the most recently used now
         return CachedPlan(plan)
@@ -158,30 +167,40 @@ def _read_entry(data: bytes, key: str) -> tuple[Plan, Costs]:
     return Plan.from_json(body["plan"]), costs_from_dict(body["costs"])
 
 
-def _why_unsuitable(request: PlanRequest, plan: Plan, costs: Costs) -> str:
-    """Why ``plan``, made when ops took the times of ``costs``, is not good now; "" if it is.
+def _why_no_room(request: PlanRequest, plan: Plan) -> str:
+    """Why ``plan`` cannot move what it moves; "" if it can."""
+    for tier, capacity in offload_capacities(request.costs, request.offload).items():
+        used = sum(d.bytes for d in plan.decisions if TIER_OF.get(d.action) == tier)
+        if capacity is not None and used > capacity:
+            return f"it moves {format_bytes(used)} to the {tier} tier, which has room for {format_bytes(capacity)}"
+    return ""
 
-    Raises:
-        PlanMismatchError: the graph does not allow what the plan decides.
+
+def _check_fits(request: PlanRequest, plan: Plan, costs: Costs) -> None:
+    """Raises:
+    ValueError: the graph has other ops than ``costs``, or the plan takes more than its budget there.
+    PlanMismatchError: the graph does not allow what the plan decides.
     """
     now = request.costs
     if len(costs.op_ms) != len(now.op_ms):
         raise ValueError(f"it has times for {len(costs.op_ms)} ops, the step has {len(now.op_ms)}")
-    moved = _moved_share(costs.op_ms, now.op_ms)
-    if moved > MOVED_SHARE:
-        return f"ops take other times than when it was made: {moved:.0%} of the step's time moved"
-    for tier, capacity in offload_capacities(now, request.offload).items():
-        used = sum(d.bytes for d in plan.decisions if TIER_OF.get(d.action) == tier)
-        if capacity is not None and used > capacity:
-            return f"it moves {format_bytes(used)} to the {tier} tier, which has room for {format_bytes(capacity)}"
-        for name in ("store_bytes_per_s", "fetch_bytes_per_s"):
-            speeds = [getattr(c.links[tier], name) * c.plain_step_ms for c in (costs, now)]
-            if max(speeds) > LINK_RATIO * min(speeds):
-                return f"the {tier} tier is not as fast, beside the step, as when it was made"
     step = simulate(request.graph, now, plan)
     peak_bytes = (step.reserved_peak_bytes if plan.budget_kind == RESERVED else None) or step.peak_bytes
     if plan.budget_bytes is not None and peak_bytes > plan.budget_bytes:
         raise ValueError(f"its peak is {peak_bytes} bytes, its budget {plan.budget_bytes} bytes")
+
+
+def _why_slow(request: PlanRequest, plan: Plan, costs: Costs) -> str:
+    """Why ``plan``, made when ops took the times of ``costs``, may not be the fastest now; "" if it is."""
+    now = request.costs
+    moved = _moved_share(costs.op_ms, now.op_ms)
+    if moved > MOVED_SHARE:
+        return f"ops take other times than when it was made: {moved:.0%} of the step's time moved"
+    for tier in offload_capacities(now, request.offload):
+        for name in ("store_bytes_per_s", "fetch_bytes_per_s"):
+            speeds = [getattr(c.links[tier], name) * c.plain_step_ms for c in (costs, now)]
+            if max(speeds) > LINK_RATIO * min(speeds):
+                return f"the {tier} tier is not as fast, beside the step, as when it was made"
     return ""
 
 

@@ -23,6 +23,8 @@ def answers(request: PlanRequest) -> Iterator[Answer]:
     if found.plan is not None:
         yield Answer(found.plan, cached=True)
         return
+    if found.meanwhile is not None:
+        yield Answer(found.meanwhile, final=False, cached=True)
     result: Plan | LowtideError | None = None
     try:
         for plan, final in _plans(request):
