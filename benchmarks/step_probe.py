@@ -143,7 +143,7 @@ class Probe:
 
     @property
     def _planner_is_busy(self) -> bool:
-        return self.fit is not None and self.fit._lifecycle.plans_by_shape._asked is not None
+        return self.fit is not None and self.fit._lifecycle.plans_by_shape._queue.asked is not None
 
     @property
     def _planned_steps(self) -> int:

@@ -8,7 +8,7 @@ from support.watched_training import resident_bytes
 import lowtide
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.training import plans_by_shape
+from lowtide.training import unplanned_steps
 from lowtide.training.notices import Notices
 from lowtide.training.plans_by_shape import PlansByShape
 from lowtide.units import format_bytes
@@ -42,7 +42,7 @@ class Training:
         self.step()
         (shape,) = self.plans.seen
         for _ in range(2):  # one may be slow by chance
-            self.plans.note_unplanned(shape, peak_bytes, step_ms)
+            self.plans.unplanned.note(shape, peak_bytes, step_ms)
         self.fit.wait()
 
 
@@ -71,7 +71,7 @@ def test_the_least_plan_is_put_in_force_unless_steps_without_one_took_less(share
 @pytest.mark.parametrize("is_compared", [True, False])
 def test_a_plan_that_is_slower_than_steps_without_one_is_not_put_in_force(is_compared, monkeypatch):
     if not is_compared:
-        monkeypatch.setattr(plans_by_shape, "_CLEARLY_SLOWER", float("inf"))
+        monkeypatch.setattr(unplanned_steps, "_CLEARLY_SLOWER", float("inf"))
     training = Training()
     with training.fit as fit:
         training.first_step(training.budget - 1, step_ms=1e-3)
@@ -138,7 +138,7 @@ def test_the_least_of_one_kind_of_step_is_not_told_as_that_of_another(is_named, 
         return adopted(plans, asked, plan)
 
     def took(shape, share):
-        training.plans.note_unplanned(shape, int(share * training.budget), None)
+        training.plans.unplanned.note(shape, int(share * training.budget), None)
 
     monkeypatch.setattr(PlansByShape, "_adopted", infeasible)
     monkeypatch.setattr(PlansByShape, "_from_other_micro_batch", lambda self, shape, found: found)
@@ -166,7 +166,7 @@ def test_that_no_plan_fits_is_taken_back_where_steps_without_one_turn_out_to_tak
         if asked.request.budget < least:
             raise BudgetInfeasibleError("so", budget_bytes=asked.request.budget, least_bytes=least)
         for shape in plans.seen:  # a step that ran while the least was being planned
-            plans.unplanned[shape].peak_bytes = int(1.2 * training.budget)
+            plans.unplanned.by_shape[shape].peak_bytes = int(1.2 * training.budget)
         monkeypatch.setattr(plan.__class__, "budgeted_peak_bytes", least)
         return adopted(plans, asked, plan)
 

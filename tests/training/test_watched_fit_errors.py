@@ -326,8 +326,8 @@ def test_what_waits_for_the_planner_is_asked_with_the_lower_budget(model):
         model(batch_of()).square().mean().backward()
         fit._lifecycle.recorded.request_plans(waits=True)  # the times of its ops may not be known yet
         plans_by_shape, lower = fit._lifecycle.plans_by_shape, int(0.9 * budget)
-        # As a larger batch that came meanwhile.
-        plans_by_shape._next.append((plans_by_shape._asked.shapes, plans_by_shape._asked.request))
+        queue = plans_by_shape._queue
+        queue.add(queue.asked.shapes, queue.asked.request)  # as a larger batch that came meanwhile
         plans_by_shape.change_budget(lower)
         fit.wait()
         assert [plan.budget_bytes for plan in fit.plans] == [lower]

@@ -12,7 +12,7 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lowtide.errors import BudgetInfeasibleError, LowtideError, TierError
 from lowtide.graph.costs import Costs
@@ -22,7 +22,7 @@ from lowtide.options import FitOptions
 from lowtide.plan import Plan
 from lowtide.planning.plan_cache import PlanCache
 from lowtide.planning.plan_request import PlanRequest
-from lowtide.planning.planner_process import PendingPlan, PlannerProcess
+from lowtide.planning.planner_process import PlannerProcess
 from lowtide.shapes.call_shapes import CallShape
 from lowtide.shapes.dimensions import join
 from lowtide.shapes.shape_statistics import ShapeStatistics
@@ -32,16 +32,15 @@ from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
 from lowtide.tracing.model_facts import ModelFacts
 from lowtide.training.notices import Notices
+from lowtide.training.plan_queue import Asked, PlanQueue
 from lowtide.training.planned_step import PlannedStep
 from lowtide.training.shared_tiers import SharedTiers
 from lowtide.training.status import WATCHED
+from lowtide.training.unplanned_steps import UnplannedSteps
 from lowtide.units import format_bytes
 
 logger = logging.getLogger("lowtide")
 _MAX_REPLANS = 2  # of one shape, when its steps turn out to run other ops than the plan knows
-# Than steps without a plan. A plan's time is that of the ops of one step, which was the first of a process, mostly.
-_CLEARLY_SLOWER = 2.0
-_LEAST_TIMED = 2  # steps: one may be slow by chance
 _PEAK_TOLERANCE = 0.01  # of what a step may take: a plan is kept that took so much more
 _STEPS_REMEMBERED = 8  # of one pattern: where most of them ran other ops than planned, no plan fits
 _MOST_EVENTS_AT_ONCE = 10_000  # of a graph that is planned while a step waits: a second or two
@@ -55,34 +54,6 @@ class _PlanWorseThanNoneError(LowtideError):
     """Steps without a plan take less, or are faster."""
 
 
-@dataclass
-class _Asked:
-    """A request that the planner works on."""
-
-    shapes: tuple[CallShape, ...]
-    request: PlanRequest
-    pending: PendingPlan
-    first: PlannedStep | None = None  # put in force until the final plan is there
-
-
-@dataclass
-class Unplanned:
-    """What steps of a shape took that ran without a plan.
-
-    Attributes:
-        peak_bytes: The highest.
-        step_ms: Of the fastest of ``num_timed``, by the clock.
-    """
-
-    peak_bytes: int = 0
-    step_ms: float = float("inf")
-    num_timed: int = 0
-
-    @property
-    def is_timed(self) -> bool:
-        return self.num_timed >= _LEAST_TIMED
-
-
 class PlansByShape:
     """One model's plans.
 
@@ -92,7 +63,7 @@ class PlansByShape:
         planning_s: Seconds that the planner took in all.
         is_sharded: Parameters are whole for moments only, or in parts.
         least_bytes: By shape, the least budget there is, where the planner was asked for less.
-        unplanned: By shape, what steps without a plan took within the present budget.
+        unplanned: What steps without a plan took.
     """
 
     def __init__(
@@ -104,16 +75,15 @@ class PlansByShape:
         reasons: Notices,
     ) -> None:
         self._model = weakref.ref(facts.model)
-        self._options, self._planner, self._tiers, self._reasons = options, planner, tiers, reasons
+        self._options, self._tiers, self._reasons = options, tiers, reasons
         self.plans: list[PlannedStep] = []
         self.seen: set[CallShape] = set()
         self.planning_s = 0.0
         self.least_bytes: dict[CallShape, int] = {}
         self._num_told = 0  # plans
         self._told_least = ""  # the line that plans are above the budget
-        self.unplanned: dict[CallShape, Unplanned] = {}
-        self._asked: _Asked | None = None  # one at a time: the planner has one core
-        self._next: list[tuple[tuple[CallShape, ...], PlanRequest]] = []  # wait for it
+        self.unplanned = UnplannedSteps()
+        self._queue = PlanQueue(planner)
         self.is_sharded = facts.is_wrapped or facts.is_partitioned
         # Of the last planned steps of each pattern: did they run other ops?
         self._diverged: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=_STEPS_REMEMBERED))
@@ -180,8 +150,7 @@ class PlansByShape:
 
     def _is_waiting_for(self, shape: CallShape) -> bool:
         """Whether a plan that will serve ``shape`` is asked for."""
-        waiting = [shapes[0] for shapes, _ in self._next] + ([self._asked.shapes[0]] if self._asked else [])
-        return any(s == shape if shape in self._alone else s.covers(shape) for s in waiting)
+        return any(s == shape if shape in self._alone else s.covers(shape) for s in self._queue.first_shapes)
 
     def _serving(self, shape: CallShape) -> PlannedStep | None:
         """The plan of ``shape``, or of those whose shape covers it the one that recomputes least."""
@@ -242,7 +211,7 @@ class PlansByShape:
 
     def _wants_own_plan(self, shape: CallShape, served_by: PlannedStep) -> bool:
         """While the planner is idle and there is room: a shape that recomputes more than it would have to."""
-        if served_by.keeps_everything or shape in self._refused or self._asked is not None:
+        if served_by.keeps_everything or shape in self._refused or self._queue.asked is not None:
             return False
         if len(self.plans) >= self._options.max_plans:
             return False
@@ -317,9 +286,10 @@ class PlansByShape:
         often = self._num_steps - self._afresh_at < _STEPS_REMEMBERED
         self._times_afresh = self._times_afresh + 1 if often else 1
         self._afresh_at = self._num_steps
-        self.plans, self._next, self._asked = [], [], None
-        self._statistics = ShapeStatistics()
-        for known in (self._proven, self._num_nodes, self.unplanned, self.least_bytes, self._diverged, self._replans):
+        self.plans = []
+        self._queue.drop(lambda _: True)
+        self._statistics, self.unplanned = ShapeStatistics(), UnplannedSteps()
+        for known in (self._proven, self._num_nodes, self.least_bytes, self._diverged, self._replans):
             known.clear()
         for shapes in (self._refused, self._doubted, self._alone):
             shapes.clear()
@@ -337,13 +307,12 @@ class PlansByShape:
         self._refused -= {shape for shape, least in self.least_bytes.items() if least <= budget_bytes}
         self._say_least()
         self._aside.clear()
-        self.unplanned.clear()
+        self.unplanned = UnplannedSteps()
         wrong = [p for p in self.plans if _exceeds(p, budget_bytes) or _is_tight(p, budget_bytes)]
         self.plans = [p for p in self.plans if not _exceeds(p, budget_bytes)]
-        waiting = [*self._next, *([(self._asked.shapes, self._asked.request)] if self._asked is not None else ())]
-        waiting += [(p.shapes, self._request_for(p.graph, p.costs, budget_bytes)) for p in wrong]
-        self._next = [(shapes, replace(request, budget=budget_bytes)) for shapes, request in waiting]
-        self._asked = None
+        self._queue.change_budget(budget_bytes)
+        for p in wrong:
+            self._queue.add(p.shapes, self._request_for(p.graph, p.costs, budget_bytes))
         self._ask_next()
 
     def plan_anew(self, planned: PlannedStep, more_bytes: int, budget_bytes: int) -> None:
@@ -407,9 +376,7 @@ class PlansByShape:
         if found is None:
             self.plans.remove(planned)
         if found is None or (more_bytes < 0 and not found.keeps_everything):
-            self._next = [(shapes, request) for shapes, request in self._next if shapes != planned.shapes]
-            if self._asked is not None and self._asked.shapes == planned.shapes:
-                self._asked = None
+            self._queue.drop(lambda shapes: shapes == planned.shapes)
             self._ask(planned.shapes, graph, planned.costs, budget_bytes)
         return found
 
@@ -478,7 +445,7 @@ class PlansByShape:
             # A plan for the largest that moves tensors is there, perhaps, and serves no other shape.
             there = {p.shapes[0] for p in self.plans}
             wanted = next((s for s in (largest, shape) if s not in there and self._statistics.knows(s)), None)
-        elif self._asked is None and self._num_steps >= self._choice_after:
+        elif self._queue.asked is None and self._num_steps >= self._choice_after:
             tops = [p.shapes[0].sizes for p in self.plans if p.shapes[0].pattern == shape.pattern]
             wanted = self._statistics.next_shape(shape, tops, self._budget_bytes, self._options.max_plans)
             if wanted is None:
@@ -555,13 +522,14 @@ class PlansByShape:
         """Plans from derived graphs of this way to call the model, and what is asked for."""
         self._aside.clear()
         self.plans = [p for p in self.plans if not p.is_derived or p.shapes[0].pattern != like.pattern]
-        self._next = [entry for entry in self._next if entry[0][0].pattern != like.pattern]
-        if self._asked is not None and self._asked.shapes[0].pattern == like.pattern:
-            self._asked = None
+        self._queue.drop(lambda shapes: shapes[0].pattern == like.pattern)
 
     def _ask(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int) -> None:
-        self._next.append((shapes, self._request_for(graph, costs, budget_bytes)))
+        self._queue.add(shapes, self._request_for(graph, costs, budget_bytes))
         self._ask_next()
+
+    def _ask_next(self) -> None:
+        self._queue.ask_next([p.shapes for p in self.plans])
 
     def _request_for(self, graph: StepGraph, costs: Costs, budget_bytes: int) -> PlanRequest:
         options, tiers = self._options, self._tiers.capacities
@@ -580,41 +548,25 @@ class PlansByShape:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until no answer of the planner is outstanding. Raises: TimeoutError."""
-        while self._asked is not None:
+        while self._queue.asked is not None:
             with suppress(LowtideError):  # ``_adopt`` says it
-                self._asked.pending.plan(timeout_s)
+                self._queue.asked.pending.plan(timeout_s)
             self._adopt_plans()
-
-    def _ask_next(self) -> None:
-        """The largest first. What it covers asks again when its plan is there, if it still wants one of its own.
-
-        What has a plan stays asked for: that plan serves it, and nothing would ask again.
-        """
-        if self._asked is not None or not self._next:
-            return
-        shapes, request = max(self._next, key=lambda entry: entry[0][0].sizes)
-        planned = [p.shapes for p in self.plans]
-        self._next = [
-            entry
-            for entry in self._next
-            if entry[0] != shapes and (entry[0] in planned or not shapes[0].covers(entry[0][0]))
-        ]
-        self._asked = _Asked(shapes, request, self._planner.submit(request))
 
     def _adopt_plans(self) -> None:
         """Put in force what has come back from the planner."""
-        asked = self._asked
+        asked = self._queue.asked
         if asked is None:
             return
         if asked.pending.done():
-            self._asked = None
+            self._queue.asked = None
             self._adopt(asked)
             self._ask_next()
         elif asked.pending.first_done() and asked.first is None:
             with suppress(LowtideError):  # the final answer tells
                 asked.first = self._adopted(asked, asked.pending.first())
 
-    def _adopt(self, asked: _Asked) -> None:
+    def _adopt(self, asked: Asked) -> None:
         pending = asked.pending
         self.planning_s += pending.planning_s
         if pending.reason:
@@ -625,7 +577,7 @@ class PlansByShape:
             self._note_least(asked, error)
         except TierError as error:
             self._tiers.drop(error)
-            self._next.append((asked.shapes, replace(asked.request, offload={})))
+            self._queue.add(asked.shapes, replace(asked.request, offload={}))
         except LowtideError as error:
             self.refuse(asked.shapes[0], str(error).splitlines()[0])
         else:
@@ -633,7 +585,7 @@ class PlansByShape:
             whose = "a shape that follows from others: " if planned.is_derived else ""
             self._tell(planned.plan, f"{whose}{made} in {pending.planning_s:.1f} s")
 
-    def _note_least(self, asked: _Asked, error: BudgetInfeasibleError) -> None:
+    def _note_least(self, asked: Asked, error: BudgetInfeasibleError) -> None:
         """No plan fits the budget: the one at the least there is comes next, or none, if steps without took less."""
         shape, least = asked.shapes[0], error.least_bytes
         self.least_bytes[shape] = least
@@ -641,37 +593,14 @@ class PlansByShape:
             self.refuse(shape, why)
             return
         self._say_least()
-        self._next.append((asked.shapes, replace(asked.request, budget=least)))
+        self._queue.add(asked.shapes, replace(asked.request, budget=least))
 
     def allowed_bytes(self, shape: CallShape) -> int:
         """What a step under a plan may take: the budget, or what steps without one took."""
-        unplanned = self.unplanned.get(shape)
-        return max(self._budget_bytes or 0, 0 if unplanned is None else unplanned.peak_bytes)
-
-    def note_unplanned(self, shape: CallShape, peak_bytes: int, step_ms: float | None) -> None:
-        """A step without a plan is over, that had to keep the present budget."""
-        found = self.unplanned.setdefault(shape, Unplanned())
-        found.peak_bytes = max(found.peak_bytes, peak_bytes)
-        if step_ms is not None:
-            found.step_ms, found.num_timed = min(found.step_ms, step_ms), found.num_timed + 1
+        return self.unplanned.allowed_bytes(shape, self._budget_bytes or 0)
 
     def _why_worse(self, shape: CallShape, peak_bytes: int, step_ms: float | None) -> str:
-        """Why a plan of this peak and time is worse than none; "" if it is not, or nobody knows."""
-        unplanned = self.unplanned.get(shape)
-        if unplanned is None:
-            return ""
-        if peak_bytes > self.allowed_bytes(shape):
-            budget = format_bytes(self._budget_bytes or 0)
-            took = f"a step without one took {format_bytes(unplanned.peak_bytes)} of {budget}"
-            return f"the leanest plan takes {format_bytes(peak_bytes)}, and {took}"
-        # Above the budget, where steps without a plan come as low, a plan is there to be faster.
-        slower = _CLEARLY_SLOWER if peak_bytes <= (self._budget_bytes or 0) else 1.0
-        if step_ms is not None and unplanned.is_timed and step_ms > slower * unplanned.step_ms:
-            return (
-                f"a step under the plan is predicted to take {step_ms:.1f} ms and {format_bytes(peak_bytes)}, and a "
-                f"step without one took {unplanned.step_ms:.1f} ms and {format_bytes(unplanned.peak_bytes)}"
-            )
-        return ""
+        return self.unplanned.why_worse(shape, peak_bytes, step_ms, self._budget_bytes or 0)
 
     def note_peak(self, planned: PlannedStep, peak_bytes: int) -> bool:
         """A step under ``planned`` took that: whether it is more than the plan is worth.
@@ -713,7 +642,7 @@ class PlansByShape:
         what = "input shapes" if len({s.pattern for s in all_}) == 1 else "kinds of steps"
         return f"{kind} of {count} {what}" if kind else f" for {count} {what}"
 
-    def _adopted(self, asked: _Asked, plan: Plan) -> PlannedStep:
+    def _adopted(self, asked: Asked, plan: Plan) -> PlannedStep:
         """Raises: _PlanWorseThanNoneError: steps without one are better."""
         if why := self._why_worse(asked.shapes[0], plan.budgeted_peak_bytes, plan.predicted_step_ms):
             raise _PlanWorseThanNoneError(why)
