@@ -221,3 +221,93 @@ print((ids * 2)[-1].item(), torch.ones(8 << 20, dtype=torch.bool, device="cuda")
 print(torch.full((4,), 2.0, device="cuda").sum().item())
 """
     assert python(source, STANDIN_SKIP_BYTES="65536").splitlines() == ["0.0 True False 0", "16777214 True", "8.0"]
+
+
+def entries(device, dtype=torch.float32):
+    """Five entries, of which two pairs are at the same place."""
+    places = torch.tensor([[0, 1, 1, 3, 0], [1, 0, 0, 2, 1]])
+    return torch.sparse_coo_tensor(places, torch.arange(1.0, 6.0, dtype=dtype), (5, 4)).to(device)
+
+
+def rows(device):
+    return torch.arange(12.0, device=device).reshape(4, 3)
+
+
+def trained_embedding(device):
+    """Its gradient has one row for each token, however often it comes."""
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(16, 4, sparse=True).to(device)
+    optimizers = torch.optim.SparseAdam([table.weight], 0.1), torch.optim.SGD([table.weight], 0.1)
+    for step in range(3):
+        table((torch.tensor([1, 3, 3, 7, 1]) + step).to(device)).square().sum().backward()
+        assert table.weight.grad.coalesce()._nnz() == 3
+        for optimizer in optimizers:
+            optimizer.step()
+        table.weight.grad = None
+    return table.weight.detach(), *(optimizers[0].state[table.weight][name] for name in ("exp_avg", "exp_avg_sq"))
+
+
+def gradient_of_entries(device):
+    sparse = entries(device).requires_grad_()
+    torch.sparse.mm(sparse, rows(device)).square().sum().backward()
+    return sparse.grad.coalesce()
+
+
+OF_SPARSE = {
+    "equal places are summed": lambda d: (entries(d).coalesce(), entries(d).coalesce().values()),
+    "in half": lambda d: entries(d, torch.bfloat16).coalesce(),
+    "times a matrix": lambda d: torch.sparse.mm(entries(d), rows(d)),
+    "gradient of it": gradient_of_entries,
+    "added": lambda d: (torch.ones(5, 4, device=d) + entries(d), (entries(d) + entries(d)).coalesce()),
+    "added in place": lambda d: torch.ones(5, 4, device=d).add_(entries(d), alpha=2),
+    "multiplied": lambda d: ((entries(d) * entries(d)).coalesce(), entries(d) * 3),
+    "softmax": lambda d: torch.sparse.softmax(entries(d).coalesce(), 1),
+    "sums": lambda d: (torch.sparse.sum(entries(d).coalesce(), 0).coalesce(), torch.sparse.sum(entries(d))),
+    "a product of two": lambda d: (entries(d) @ entries(d).t()).coalesce(),
+    "in a batch": lambda d: torch.bmm(torch.stack([entries(d)] * 2).coalesce(), rows(d).expand(2, 4, 3)),
+    "chosen": lambda d: entries(d).coalesce().index_select(0, torch.tensor([1, 3], device=d)).coalesce(),
+    "masks": lambda d: torch.ones(5, 4, device=d).sparse_mask(entries(d).coalesce()),
+    "rows": lambda d: (entries(d).coalesce().to_sparse_csr() @ rows(d), entries(d).coalesce().to_sparse_csr()),
+    "an embedding": trained_embedding,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("what", OF_SPARSE)
+def test_sparse_tensors_have_the_cpus_values(what):
+    here, there = (made if isinstance(made, tuple) else (made,) for made in map(OF_SPARSE[what], ("cpu", "cuda")))
+    for one, other in zip(here, there, strict=True):
+        assert other.is_cuda and one.layout == other.layout and one.dtype == other.dtype
+        if one.layout != torch.strided:
+            assert one._nnz() == other._nnz()
+        torch.testing.assert_close(other.cpu().to_dense(), one.to_dense())
+
+
+def test_entries_are_counted_where_values_are_skipped(python):
+    source = """
+import torch
+table = torch.nn.Embedding(50000, 1024, sparse=True, device="cuda")
+ids = torch.randint(0, 3000, (8, 1024), device="cuda")
+table(ids).sum().backward()
+whole = table.weight.grad.coalesce()
+assert whole._values().shape == (ids.unique().numel(), 1024) and whole._values().abs().sum().item() == 0
+torch.optim.SparseAdam([table.weight]).step()
+places = torch.arange(3000, device="cuda").repeat(2, 1)
+made = torch.sparse.mm(torch.sparse_coo_tensor(places, torch.ones(3000, device="cuda")), table.weight[:3000])
+print(tuple(made.shape), made.abs().sum().item())
+"""
+    assert python(source, STANDIN_SKIP_BYTES="65536", STANDIN_STRICT="0") == "(3000, 1024) 0.0"
+
+
+def test_whose_kernels_ran_as_nothing_is_known(python):
+    source = """
+import torch, bitsandbytes, cuda_standin
+parameter = torch.nn.Parameter(torch.zeros(1 << 16, device="cuda"))
+parameter.grad = torch.ones_like(parameter)
+torch.optim.AdamW([parameter]).step()
+assert cuda_standin.foreign_libraries() == []
+bitsandbytes.optim.AdamW8bit([parameter]).step()
+print(*cuda_standin.foreign_libraries())
+"""
+    pytest.importorskip("bitsandbytes")
+    assert python(source).startswith("libbitsandbytes_cuda")

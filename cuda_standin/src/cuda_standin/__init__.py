@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         Counters,
         Report,
         counters,
+        foreign_libraries,
         is_loaded,
         log_operators,
         report,
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Counters", "Report", "StandinError", "counters", "gpu_names", "is_loaded", "log_operators", "report", "run_late",
-    "set_capacity", "unsupported_calls",
+    "Counters", "Report", "StandinError", "counters", "foreign_libraries", "gpu_names", "is_loaded", "log_operators",
+    "report", "run_late", "set_capacity", "unsupported_calls",
 ]  # fmt: skip
 
 

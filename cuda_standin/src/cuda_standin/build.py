@@ -34,7 +34,7 @@ OURS = {
 }  # fmt: skip
 # One translation unit; the first comes first because it opens a private part of the dispatcher for old versions.
 VALUES = ("values/values.cpp", "values/attention.cpp", "values/by_hand.cpp", "values/skipped.cpp", "values/host.cpp",
-          "values/operator_log.cpp")  # fmt: skip
+          "values/operator_log.cpp", "values/sparse.cpp")  # fmt: skip
 # "Not supported" in the words of each library; 0 where success is the more useful answer.
 _NOT_SUPPORTED = {
     "libcudart": 801, "libcuda": 801, "libcublas": 0, "libcublasLt": 0, "libcudnn": 3000, "libcusparse": 10,

@@ -82,6 +82,13 @@ def unsupported_calls() -> list[str]:
     return runtime.standin_unsupported_calls().decode().splitlines()
 
 
+def foreign_libraries() -> list[str]:
+    """Libraries that are not PyTorch's and that launched kernels of their own, which gave no values."""
+    runtime = loading.runtime()
+    runtime.standin_foreign_libraries.restype = ctypes.c_char_p
+    return runtime.standin_foreign_libraries().decode().splitlines()
+
+
 def set_capacity(mib: float, device: int = 0) -> None:
     """Gives ``device`` another capacity, in MiB; what it handed out stays."""
     loading.runtime().standin_set_capacity(ctypes.c_int(device), ctypes.c_size_t(int(mib * 2**20)))

@@ -1,7 +1,26 @@
 // Kernels are registered and launched, and do nothing.
+#include <dlfcn.h>
+
+#include <unordered_set>
+
 #include "state.h"
 
 namespace standin {
+// Libraries of others whose kernels were launched: nothing puts values in their place.
+static std::set<std::string>& foreign_names() {
+  static auto* names = new std::set<std::string>;
+  return *names;
+}
+static void note_library(const void* kernel) {
+  static thread_local std::unordered_set<const void*> known;
+  Dl_info found;
+  if (!known.insert(kernel).second || !dladdr(kernel, &found) || !found.dli_fname) return;
+  std::string path = found.dli_fname;
+  if (path.find("/torch/lib/") != std::string::npos) return;
+  Lock lock(state().mutex);
+  foreign_names().insert(path.substr(path.rfind('/') + 1));
+}
+
 struct Call {
   dim3 grid, block;
   size_t shared;
@@ -10,6 +29,7 @@ struct Call {
 static thread_local std::vector<Call> calls;
 
 static cudaError_t launched(const void* kernel, dim3 grid, dim3 block) {
+  note_library(kernel);
   const char* name = "?";
   if (state().log) {
     Lock lock(state().mutex);
@@ -25,6 +45,13 @@ static cudaError_t launched(const void* kernel, dim3 grid, dim3 block) {
 using namespace standin;
 
 extern "C" {
+const char* standin_foreign_libraries() {
+  static std::string text;
+  Lock lock(state().mutex);
+  text.clear();
+  for (auto& name : foreign_names()) text += name + "\n";
+  return text.c_str();
+}
 void** __cudaRegisterFatBinary(void*) {
   static void* one[4];
   return one;

@@ -12,15 +12,8 @@
 #include <list>
 #include <type_traits>
 #include <unordered_map>
-#ifdef STANDIN_OLD_DISPATCH  // up to PyTorch 2.7 the kernel behind a key can be had from OperatorEntry::lookup only
-#define private public
-#include <ATen/core/dispatch/Dispatcher.h>
-#undef private
-using Kernel = c10::KernelFunction;
-#else
-#include <ATen/core/dispatch/Dispatcher.h>
-using Kernel = c10::SafeKernelFunction;
-#endif
+#include "kernel_behind_key.h"
+
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
@@ -41,13 +34,6 @@ void standin_submit(void* stream, void (*run)(void*), void (*release)(void*), vo
 
 namespace values {
 void leave_large_host_tensors();  // host.cpp
-Kernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
-#ifdef STANDIN_OLD_DISPATCH
-  return op.operatorDef_->op.lookup(c10::DispatchKeySet(key));
-#else
-  return op.getComputedKernelForDispatchKey(key);
-#endif
-}
 namespace {
 using c10::FunctionSchema;
 using c10::OperatorHandle;
@@ -69,6 +55,7 @@ void raise_late_error() {
   }
   TORCH_CHECK(what.empty(), what, " (work that ran late: an earlier call submitted it)");
 }
+}  // namespace
 void note_missing(const std::string& name, std::string why, bool late) {
   why = why.substr(0, 400);
   std::replace(why.begin(), why.end(), '\n', ' ');  // a line of the report for each operator
@@ -85,6 +72,7 @@ void note_missing(const std::string& name, std::string why, bool late) {
   std::lock_guard<std::mutex> lock(report_mutex);
   late_error = what;
 }
+namespace {
 
 // ---- operators that are not computed in the common way ----
 // these only arrange memory, or are made of operators that have values of their own

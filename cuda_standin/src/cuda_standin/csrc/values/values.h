@@ -92,6 +92,9 @@ using Rule = void (*)(const Call&);
 Rule rule_for(const std::string& name, bool cpu_has_it);
 Rule attention_rule_for(const std::string& name);
 
+// An operator has no values: told in report(), an error where values are asked for.
+void note_missing(const std::string& name, std::string why, bool late);
+
 // operator_log.cpp
 // One call in the step that is recorded. It begins before the original is called, and is written when that has ended;
 // what an operator calls is part of it.
