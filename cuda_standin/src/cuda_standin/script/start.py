@@ -7,6 +7,7 @@ from cuda_standin.script import (
     clock,
     compiling,
     deepspeed_ops,
+    early_stopping,
     generation,
     out_of_memory,
     ranks,
@@ -29,6 +30,7 @@ def start(torch: ModuleType) -> None:
     weights.install(wanted)
     deepspeed_ops.install()
     generation.install()
+    early_stopping.install()
     peaks = Peaks(torch)
 
     def device_is_used() -> None:  # CUDA's first use
