@@ -188,6 +188,7 @@ for step in range(9):
     by_module = found["by_module"][0]
     assert (by_module["module"], by_module["name"], by_module["count"]) == ("Wide", "*", 4)
     assert "wide.py:8" in found["by_line"][0]["line"]
+    assert found["peak_at"]["line"].endswith("wide.py:13")  # forward and backward are in one line
     curve = found["curve"]["by_kind"]
     assert max(map(sum, zip(*curve.values()))) == sum(found["by_kind"].values())
 
@@ -440,6 +441,31 @@ print(model.generate(ids, max_new_tokens=9, do_sample=False).shape[1])
 
     assert python(source, **wanted, STANDIN_SKIP_BYTES=str(1 << 18)) == "14"
     assert python(source, **wanted) == "6"  # with values, the first of equal tokens ends it
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_early_stopping_is_off_where_values_are_skipped(library, python, tmp_path):
+    transformers = """
+from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
+callback, state = EarlyStoppingCallback(early_stopping_patience=1), TrainerState(best_metric=0.0)
+args = TrainingArguments("out", metric_for_best_model="loss", report_to="none")
+def stops():
+    control = TrainerControl()
+    callback.on_evaluate(args, state, control, {"eval_loss": 0.0})
+    return control.should_training_stop
+"""
+    lightning = """
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+callback = EarlyStopping("loss", patience=1)
+def stops():
+    return callback._evaluate_stopping_criteria(torch.zeros(()))[0]
+"""
+    source = {"transformers": transformers, "lightning": lightning}[library] + "print([stops() for _ in range(3)][-1])"
+    wanted = {"STANDIN_SCRIPT": request(tmp_path), "STANDIN_STRICT": "0"}
+
+    assert python(f"import torch\n{source}", **wanted, STANDIN_SKIP_BYTES=str(1 << 18)) == "False"
+    assert python(f"import torch\n{source}", **wanted) == "True"
 
 
 @pytest.mark.slow

@@ -69,6 +69,10 @@ def test_a_loop_is_stopped_after_three_steps_and_its_memory_is_told(tmp_path, qu
     assert second.allocated_bytes == third.allocated_bytes  # two states came after the first
     assert second.allocated_bytes - first.allocated_bytes == pytest.approx(2 * WEIGHTS, rel=0.05)
     assert report.peak_allocated_bytes == third.allocated_bytes <= report.peak_reserved_bytes < 80 * 2**30
+    assert (
+        report.peak_at["line"]
+        == f"{path}:{line_of(path, 'backward()' if report.peak_at['is_backward'] else 'opt.step')}"
+    )
     assert report.by_kind["weights"] == pytest.approx(WEIGHTS, rel=0.01)
     assert report.by_kind["optimizer"] == pytest.approx(2 * WEIGHTS, rel=0.01)
     assert report.by_kind["activations"] >= SAVED - 2**20

@@ -100,6 +100,8 @@ def test_of_errors_that_were_caught_the_first_is_told_and_of_others_the_last():
     [
         ("socket.gaierror: [Errno -2] Name or service not known", "The script asked for something from the network."),
         ("FileNotFoundError: /usr/local/cuda/bin/nvcc", "The script compiles CUDA code when it runs, with nvcc"),
+        ("OSError: CUDA_HOME environment variable is not set.", "The script compiles CUDA code when it runs"),
+        ("RuntimeError: Error building extension 'ext'", "The script compiles CUDA code when it runs, with nvcc"),
     ],
 )
 def test_what_cannot_work_here_is_said_in_a_sentence(words, note):
@@ -112,6 +114,49 @@ def test_functions_that_are_not_there_and_operators_without_values_are_named():
 
     assert "CUDA functions that are not there were called: cusolverDnCreate." in report.notes
     assert "No values for aten::_cslt (3 calls): no rule" in report.notes
+
+
+def test_libraries_whose_kernels_look_at_values_are_named():
+    report = of(foreign_libraries=["libbitsandbytes_cuda130.so", "flash_attn.so"])
+
+    said = "Kernels of libbitsandbytes_cuda130.so, flash_attn.so ran as nothing: their results are zeros or what was"
+    assert any(note.startswith(said) for note in report.notes)
+    assert not any("ran as nothing" in note for note in of(foreign_libraries=[]).notes)
+
+
+def test_a_gpu_that_is_there_is_said_not_to_be_used(monkeypatch, tmp_path):
+    monkeypatch.setattr("lowtide.pretending.outcome._GPU", tmp_path)
+    said = "This machine has a GPU: the script did not see it."
+
+    assert said in of().assumptions
+    monkeypatch.setattr("lowtide.pretending.outcome._GPU", tmp_path / "none")
+    assert said not in of().assumptions
+
+
+def test_the_report_says_where_the_script_was_at_the_peak():
+    forward = of(peak_at={"line": "train.py:12", "inner_line": "model.py:187", "is_backward": False})
+    backward = of(peak_at={"line": "train.py:13", "inner_line": "train.py:13", "is_backward": True})
+
+    for shown in (str(forward), page(forward)):
+        assert "at train.py:12, inside it model.py:187" in shown
+    for shown in (str(backward), page(backward)):
+        assert "in the backward of train.py:13" in shown
+    assert forward.to_json()["peak_at"]["line"] == "train.py:12"
+    assert "at the peak\n" in str(of(peak_at=None)) and "at the peak\n" in str(
+        of(peak_at={**backward.peak_at, "line": ""})
+    )
+
+
+def test_what_is_reserved_beyond_the_peak_is_a_line_of_its_own():
+    report = of()
+
+    assert report.unused_bytes == report.to_json()["unused_bytes"] == 2 * GIB
+    assert "2.00 GiB        reserved beyond it" in str(report) and "reserved beyond it" in page(report)
+
+
+def test_a_run_that_did_not_come_to_its_end_says_how_far_it_came():
+    assert "it reached: import torch (0 s), forward (2 s)" in str(of(code=1))
+    assert "it reached" not in str(of()) and "forward" in page(of())
 
 
 def test_the_text_fits_a_terminal_and_lists_ten_stops_at_most():

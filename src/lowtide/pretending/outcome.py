@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lowtide.pretending.command_run import CommandRun
@@ -17,11 +18,13 @@ from lowtide.pretending.step_time import StepTime, step_time
 from lowtide.units import format_bytes
 
 _TIGHT = 0.97
+_GPU = Path("/dev/nvidiactl")
 _MOST_STOPS = 10
 _NETWORK = re.compile(
     r"Name or service not known|Temporary failure in name resolution|couldn't connect to|ConnectionError|"
     r"LocalEntryNotFoundError|OfflineModeIsEnabled|Network is unreachable"
 )
+_COMPILING = re.compile(r"\bnvcc\b|CUDA_HOME|Error building extension")
 
 
 class PretendReport(PretendFacts):
@@ -75,6 +78,7 @@ def outcome(run: CommandRun, settings: PretendSettings, environment: ScriptEnvir
         by_module=tuple(seen.get("by_module", ())),
         by_line=tuple(seen.get("by_line", ())),
         curve=seen.get("curve", {}),
+        peak_at=seen.get("peak_at"),
         out_of_memory=first,
         stops=tuple(seen.get("stops", ())[:_MOST_STOPS]),
         stages=tuple(seen.get("stages", ())),
@@ -141,6 +145,8 @@ def _assumptions(
         found.append(f"The driver's context takes {context}, NCCL's buffers {format_bytes(NCCL_BYTES)}.")
     else:
         found.append(f"The driver's context takes {context} of the device.")
+    if _GPU.exists():
+        found.append("This machine has a GPU: the script did not see it.")
     if ranks > 1:
         found.append(
             f"Rank {seen.get('rank', settings.rank)} of {ranks} ran; every other rank is taken to hold what it holds."
@@ -172,14 +178,17 @@ def _notes(run: CommandRun, steps: tuple[StepPeak, ...], first: OutOfMemory | No
         found.append("The script caught an out-of-memory error and went on.")
     if run.exit_code and first is None and _NETWORK.search(run.last_words):
         found.append("The script asked for something from the network. Give it local folders and data.")
-    if run.exit_code and "nvcc" in run.last_words:
-        found.append("The script compiles CUDA code when it runs, with nvcc: that is not there.")
+    if run.exit_code and _COMPILING.search(run.last_words):
+        found.append("The script compiles CUDA code when it runs, with nvcc: what that makes cannot run here.")
     if run.seen.get("counted") and run.step_record is None and "step_record" not in run.seen and wants_time:
         found.append("The script ended before a step was recorded for its time: let it take three steps more.")
     left_out = run.seen.get("without_values", {})
     for name, (calls, why) in list(left_out.items())[:5]:
         found.append(f"No values for {name} ({calls} calls): {why[:120]}")
     asked = [name for name in run.seen.get("unsupported", ()) if not name.startswith(("cuLogs", "cudnnGetVersion"))]
+    others = run.seen.get("foreign_libraries", ())
+    if others:
+        found.append(f"Kernels of {', '.join(others[:6])} ran as nothing: their results are zeros or what was there.")
     if asked:
         found.append(f"CUDA functions that are not there were called: {', '.join(asked[:6])}.")
     return found

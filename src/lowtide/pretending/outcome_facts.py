@@ -98,6 +98,8 @@ class PretendFacts:
         peak_allocated_bytes: The highest of all steps, of the device that had most.
         by_kind: What the peak consists of, in bytes asked for; ``by_part`` is finer, ``by_module`` and ``by_line`` say
             who allocated what is neither weight nor state. ``curve`` has ``by_kind`` over the run.
+        peak_at: Where the script was then: ``line`` of its own files, ``inner_line`` outside PyTorch; where
+            ``is_backward``, the line that called backward. None: no history was recorded.
         stops: The lines where the host waited for the device in the last step, the most frequent first.
         stages: How far the script came, with seconds.
         time: What a step takes; None: it was not asked for, or the script ended before.
@@ -127,6 +129,7 @@ class PretendFacts:
     by_module: tuple[dict[str, Any], ...]
     by_line: tuple[dict[str, Any], ...]
     curve: dict[str, Any]
+    peak_at: dict[str, Any] | None
     out_of_memory: OutOfMemory | None
     stops: tuple[dict[str, Any], ...]
     stages: tuple[dict[str, Any], ...]
@@ -147,6 +150,11 @@ class PretendFacts:
     def usable_bytes(self) -> int:
         """What the allocator can have of the device."""
         return self.capacity_bytes - self.context_bytes
+
+    @property
+    def unused_bytes(self) -> int:
+        """What the allocator holds beyond its peak: fragments, and blocks that it keeps for later."""
+        return max(0, self.peak_reserved_bytes - self.peak_allocated_bytes)
 
     @property
     def pins_much(self) -> bool:
@@ -175,5 +183,6 @@ class PretendFacts:
         body["waits_per_step"] = last.waits if last else None
         if self.time is not None:
             body["time"]["tokens_per_second"] = self.time.tokens_per_second
+        body["unused_bytes"] = self.unused_bytes
         body["nvidia_smi_bytes"] = self.nvidia_smi_bytes
         return body

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from lowtide.pretending.outcome_facts import PretendFacts
-from lowtide.pretending.outcome_text import module_name, verdict
+from lowtide.pretending.outcome_text import module_name, peak_place, verdict
 from lowtide.reports import html
 from lowtide.reports.notebook import card
 from lowtide.reports.svg import kinds_chart
@@ -22,6 +22,7 @@ def page(report: PretendFacts) -> str:
         ("memory", "What memory holds", picture(report)),
         ("steps", "Steps", _steps(report)),
         ("time", "What a step takes", _time(report)),
+        ("stages", "How far it came", _stages(report)),
         ("kinds", "At the peak", _parts(report)),
         ("modules", "Activations at the peak, by module", _modules(report)),
         ("lines", "At the peak, by line", _rows("line", report.by_line)),
@@ -115,7 +116,19 @@ def _parts(report: PretendFacts) -> str:
         (part["part"], part["kind"], format_bytes(part["bytes"]), f"{part['bytes'] / total:.1%}")
         for part in report.by_part
     ]
-    return html.plain_table("At the peak", ("what", "kind", "bytes", "share"), rows) if rows else ""
+    if not rows:
+        return ""
+    place = f'<p class="note">{escape(peak_place(report))}</p>' if report.peak_at and report.peak_at["line"] else ""
+    if report.unused_bytes:
+        rows.append(
+            ("fragments, and blocks kept for later", "reserved beyond it", format_bytes(report.unused_bytes), "")
+        )
+    return html.plain_table("At the peak", ("what", "kind", "bytes", "share"), rows) + place
+
+
+def _stages(report: PretendFacts) -> str:
+    rows = [(stage["stage"], f"{stage['seconds']:.1f} s") for stage in report.stages]
+    return html.plain_table("Stages", ("stage", "after"), rows) if rows else ""
 
 
 def _modules(report: PretendFacts) -> str:

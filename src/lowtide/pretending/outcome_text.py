@@ -40,7 +40,11 @@ def _head(report: PretendFacts) -> str:
     pinned = f", {format_bytes(report.pinned_peak_bytes)} pinned by the script" if report.pins_much else ""
     compiling = f", {report.compile_s:.0f} s of it compiling" if report.compile_s else ""
     host = format_bytes(report.host_peak_bytes)
-    return f"{verdict(report)}\n  {report.seconds:.0f} s{compiling}; {host} of host memory{pinned}"
+    head = f"{verdict(report)}\n  {report.seconds:.0f} s{compiling}; {host} of host memory{pinned}"
+    if report.fits or not report.stages:
+        return head
+    reached = ", ".join(f"{stage['stage']} ({stage['seconds']:.0f} s)" for stage in report.stages)
+    return "\n".join([head, *wrap(f"it reached: {reached}", _WIDTH, initial_indent="  ", subsequent_indent="    ")])
 
 
 def _ranks(report: PretendFacts) -> str:
@@ -100,11 +104,16 @@ def _peak(report: PretendFacts) -> str:
     total = sum(report.by_kind.values())
     if not total:
         return ""
-    rows = ["at the peak"]
+    place = peak_place(report)
+    rows = [f"at the peak, {place}"[:_WIDTH] if place else "at the peak"]
     for kind in KINDS:
         taken = report.by_kind[kind]
         if taken:
             rows.append(f"  {format_bytes(taken):>11}  {taken / total:>4.0%}  {kind}")
+    if report.unused_bytes:
+        rows.append(
+            f"  {format_bytes(report.unused_bytes):>11}        reserved beyond it: fragments, blocks kept for later"
+        )
     rows += ["    activations, by module"] if report.by_module else []
     for row in report.by_module[:_LINES]:
         rows.append(f"      {format_bytes(row['bytes']):>11}  {module_name(row)}"[:_WIDTH])
@@ -112,6 +121,17 @@ def _peak(report: PretendFacts) -> str:
     for row in report.by_line[:_LINES]:
         rows.append(f"      {format_bytes(row['bytes']):>11}  {row['line']}"[:_WIDTH])
     return "\n".join(rows)
+
+
+def peak_place(report: PretendFacts) -> str:
+    """Where the script was when most was allocated; empty where that is not known."""
+    found = report.peak_at
+    if not found or not found["line"]:
+        return ""
+    if found["is_backward"]:
+        return f"in the backward of {found['line']}"
+    inner = "" if found["inner_line"] == found["line"] else f", inside it {found['inner_line']}"
+    return f"at {found['line']}{inner}"
 
 
 def module_name(row: dict[str, Any]) -> str:

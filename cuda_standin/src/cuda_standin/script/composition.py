@@ -82,6 +82,7 @@ def composition(trace: list[Entry], workspace_bytes: int, names: ModuleNames) ->
                 modules[_module(frames, names)] += block.size
     return {
         "curve": curve,
+        "peak_at": _place(trace[at]) if blocks else None,
         "by_kind": {kind: kinds[kind] for kind in KINDS},
         "by_part": [{"part": part, "kind": kind, "bytes": taken} for (part, kind), taken in parts.most_common()],
         "by_module": [{**named._asdict(), "bytes": taken} for named, taken in modules.most_common(_MOST_LINES)],
@@ -200,6 +201,19 @@ def _by_stack(frames: tuple[tuple[str, str], ...]) -> tuple[str, str]:
     if "forward" in names or "_call_impl" in names:
         return "activations of forward", "activations"
     return "outside modules: batches, losses, the loop's own", "other"
+
+
+def _place(entry: Entry) -> dict[str, Any]:
+    """Where the script was: its own line and the innermost one outside PyTorch; in backward the line that called it."""
+    places = [(f["filename"], f["line"]) for f in entry["frames"] if f["filename"].startswith("/")]
+    outside = [place for place in places if not record.is_machinery(place[0])]
+    script = next((place for place in outside if not record.is_package(place[0])), None)
+    if script is not None:
+        line, inner = (f"{record.short(file)}:{number}" for file, number in (script, outside[0]))
+        return {"line": line, "inner_line": inner, "is_backward": False}
+    began = [line for at, line in record.backward_lines if at <= entry.get("time_us", 0)]
+    line = began[-1] if began else ""
+    return {"line": line, "inner_line": line, "is_backward": True}
 
 
 def _line(frames: list[Entry]) -> str:

@@ -24,6 +24,7 @@ helpers: list[str] = []  # folders of plugins: their lines say nothing of the sc
 before_write: list[Callable[[], object]] = []  # of plugins
 facts: dict[str, Any] = {}  # one of a kind: what the peak consists of, the message of an error
 out_of_memory: list[dict[str, Any]] = []
+backward_lines: list[tuple[int, str]] = []  # microseconds, and the script's line that called backward
 stops: dict[tuple[str, str], int] = {}  # line and operator -> how often the host waited there, in the last whole step
 _HERE = str(Path(__file__).parents[1]) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -115,6 +116,7 @@ def write() -> None:
         "pinned_peak_bytes": counters.pinned_peak_bytes,
         "without_values": {name: list(found) for name, found in left_out.items()},
         "unsupported": control.unsupported_calls(),
+        "foreign_libraries": control.foreign_libraries(),
         "notes": sorted(notes),
         **composition.found,
         **facts,

@@ -162,8 +162,11 @@ def _note_stages(torch: ModuleType) -> None:
 
     @functools.wraps(backward)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        torch.autograd.backward = backward
+        if len(record.step_records) >= _LABELLED:  # of later steps there is no history either
+            torch.autograd.backward = backward
         record.reached("backward")
+        line, script_line = record.lines_of(sys._getframe(1))
+        record.backward_lines.append((time.time_ns() // 1000, script_line or line))
         return backward(*args, **kwargs)
 
     torch.autograd.backward = noted
