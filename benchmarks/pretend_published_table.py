@@ -106,16 +106,26 @@ def out_of_memory(lines: list[dict]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---|---|",
     ]
     notes: dict[str, str] = {}
+    same = near = messages = 0
     for report in reports():
         line = known.get((report.run.name, report.run.torch))
         if line is None or line["verdict"] == "failed":
             continue
+        if report.asked is not None and report.allocated is not None:
+            found = line["out_of_memory"]
+            messages += 1
+            same += found is not None and f"{found['asked_bytes'] / GIB:.2f}" == f"{report.asked:.2f}"
+            near += found is not None and abs(found["allocated_bytes"] / GIB / report.allocated - 1) <= _NOTED
         words = [f"the source does not say: {report.guessed}"] if report.guessed else []
         words += [report.reason] if report.reason else []
         marks = " ".join(notes.setdefault(word, "abcdefghij"[len(notes)]) for word in words)
         table.append(f"| {' | '.join([*_error_cells(report, line), marks])} |")
     explained = "\n".join(f"- {mark}: {words}." for words, mark in notes.items())
-    return "\n".join([*table, *(["", explained] if explained else [])])
+    told = (
+        f"Of {messages} messages that are whole, {same} ask for as much here; as much is allocated within {_NOTED:.0%} "
+        f"in {near}."
+    )
+    return "\n".join([told, "", *table, *(["", explained] if explained else [])])
 
 
 def _error_cells(report: OutOfMemoryReport, line: dict[str, Any]) -> Iterator[str]:
