@@ -36,6 +36,20 @@ COMPARISONS = (
     ("H100 for A100, MPT 1b of 8,192", "MPT 1b, FSDP, 4 x 3 x 8192, bf16, reduced in fp32 on 8 x h100",
      "MPT 1b, FSDP, 4 x 3 x 8192, bf16, reduced in fp32 on 8 x a100-80gb"),
 )  # fmt: skip
+_CLOSE = 0.03
+_OTHERS_WAIT = (
+    "one rank runs: of more ranks each has a smaller share of the optimizer's work, which is counted, and waits longer "
+    "for the slowest, which is not"
+)
+# Why a comparison is farther off than asked.
+_WHY_OFF = {
+    "torch.compile, torchtune": "eager it is right; our recipe is not torchtune's own modules, and Inductor is "
+    "today's: what the one of then made of them is not known",
+    "128 ranks for 8, torchtitan": _OTHERS_WAIT,
+    "64 ranks for 8, MPT 13b": _OTHERS_WAIT,
+    "H100 for A100, MPT 7b": "the row on H100 is told too low; with the same tables the four other pairs are within "
+    "3 %, and no cause is known",
+}
 _FAMILIES = {"a100": "A100", "h100": "H100", "h100 500 W": "H100 of 500 W", "v100": "V100"}
 
 
@@ -75,16 +89,20 @@ def example(lines: list[dict]) -> str:
 def comparisons(lines: list[dict]) -> str:
     """Ratios of two rows that differ in one thing; no measured row is used."""
     found = _matched(lines)
-    table = ["| what differs | published | predicted | error |", "|---|---:|---:|---:|"]
-    errors = []
+    table = ["| what differs | published | predicted | error | |", "|---|---:|---:|---:|---|"]
+    errors, notes = [], dict[str, str]()
     for words, first, second in COMPARISONS:
         (a, a_line), (b, b_line) = _one(found, first), _one(found, second)
         published, predicted = a.published / b.published, a_line["predicted"] / b_line["predicted"]
         errors.append(abs(predicted / published - 1))
-        table.append(f"| {words} | {published:.3f} | {predicted:.3f} | {100 * (predicted / published - 1):+.1f} % |")
-    within = sum(error <= 0.03 for error in errors)
+        mark = notes.setdefault(_WHY_OFF[words], "abcdef"[len(notes)]) if errors[-1] > _CLOSE else ""
+        table.append(
+            f"| {words} | {published:.3f} | {predicted:.3f} | {100 * (predicted / published - 1):+.1f} % | {mark} |"
+        )
+    within = sum(error <= _CLOSE for error in errors)
     said = f"Median {_percent(statistics.median(errors))}; {within} of {len(errors)} within 3 %."
-    return "\n".join([*table, "", said])
+    explained = [f"- {mark}: {why}." for why, mark in notes.items()]
+    return "\n".join([*table, "", *explained, "", said])
 
 
 def times(lines: list[dict]) -> str:
