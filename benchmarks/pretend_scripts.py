@@ -54,7 +54,7 @@ def main() -> int:
         if not case.command or (case.name != arguments.only if arguments.only else case.name in known):
             continue
         print(f"== {case.name}", flush=True)
-        line = _run(case, arguments.sources, arguments.keep)
+        line = run_case(case, arguments.sources, arguments.keep)
         print({name: line.get(name) for name in ("verdict", "peak_allocated_bytes", "peak_reserved_bytes")}, flush=True)
         known = {line["name"]: line for line in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
         known[case.name] = line
@@ -72,7 +72,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(case: Case, sources: Path, keep: Path | None) -> dict[str, Any]:
+def run_case(case: Case, sources: Path, keep: Path | None) -> dict[str, Any]:
     """The case's line of results."""
     with tempfile.TemporaryDirectory(prefix="pretend-") as temporary:
         above = (keep or Path(temporary)).absolute() / re.sub(r"\W+", "_", case.name)
