@@ -57,6 +57,20 @@ def test_every_option_reaches_its_setting(asked, capsys, words, name, value):
     assert json.loads(capsys.readouterr().out)["fits"]
 
 
+@pytest.mark.parametrize("words", ["--budget banana", "--memory 40XB", "--torch 1.13.1", "--device h1000"])
+def test_what_has_no_meaning_ends_in_one_sentence_and_with_two(asked, capsys, words):
+    assert cli.main(["pretend", *words.split(), "--", "python", "train.py"]) == 2
+
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("lowtide: ") and "Traceback" not in said and len(said.splitlines()) == 1
+    assert not asked
+
+
+def test_no_environment_is_made_for_a_pytorch_on_which_nothing_runs(capsys):
+    assert cli.main(["pretend", "--prepare", "--torch", "1.13.1"]) == 2
+    assert "scripts run on PyTorch from 2.0.1 on" in capsys.readouterr().err
+
+
 def test_preparing_runs_no_command(capsys):
     assert cli.main(["pretend", "--prepare", "--", "python", "train.py"]) == 2
     assert "--prepare runs no command" in capsys.readouterr().err

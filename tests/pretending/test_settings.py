@@ -35,12 +35,15 @@ def test_a_device_may_have_any_spelling_that_the_table_knows():
         ({"values": "some"}, "pass 'small', 'all' or 'none'"),
         ({"routing": "good"}, "pass 'balanced' or 'worst'"),
         ({"torch": "2.6"}, "not a version"),
+        ({"torch": "1.13.1"}, "scripts run on PyTorch from 2.0.1 on"),
         ({"patience_s": 0}, "not positive"),
         ({"budget": "3 apples"}, "not a unit of memory"),
+        ({"budget": "banana"}, "not an amount of memory"),
+        ({"budget": "500%"}, "more activation memory than the plain step's"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(options, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(PretendError, match=says):
         PretendSettings(**options)
 
 
@@ -57,8 +60,8 @@ def test_steps_are_three_and_six_where_lowtide_watches_before_it_plans():
 
 def test_amounts_are_bytes():
     assert amount("40GiB", "memory") == 40 * 2**30 and amount("1000", "memory") == 1000
-    for wrong in ("40%", "auto", "much"):
-        with pytest.raises(PretendError, match="memory="):
+    for wrong in ("40%", "auto", "much", "40XB", "-3GiB"):
+        with pytest.raises(PretendError, match='memory=.* Write "40GiB", "40GB" or bytes'):
             amount(wrong, "memory")
 
 

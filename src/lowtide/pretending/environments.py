@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lowtide.cache_files import cache_dir
 from lowtide.errors import LowtideError
-from lowtide.pretending.settings import PretendError
+from lowtide.pretending.settings import PretendError, check_torch
 from lowtide.pretending.standin_package import standin_folder
 
 _READY = "ready"
@@ -116,6 +116,8 @@ def prepare(torch: str | None = None, report: Callable[[str], object] = print) -
     Raises:
         PretendError: The package index has no CUDA build of it, or something does not install or build.
     """
+    if torch is not None:
+        check_torch(torch)
     version, cuda = own_torch() if torch is None else (torch, None)
     if cuda:
         return ScriptEnvironment(Path(sys.executable), version)

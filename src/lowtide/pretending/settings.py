@@ -20,6 +20,7 @@ Routing = Literal["balanced", "worst"]
 VERSIONS_DIFFER = 0.16
 # Operators on more bytes get no values. Below it are masks, losses, norms and what small tests of programs read.
 SKIPPED_ABOVE_BYTES = 1 << 20
+OLDEST_TORCH = (2, 0, 1)
 # NCCL's own buffers for a communicator of several GPUs; measured between 0.3 and 2 GiB, by topology and version.
 NCCL_BYTES = 512 << 20
 
@@ -131,8 +132,8 @@ class PretendSettings:
             raise PretendError(f"values={self.values!r}: pass 'small', 'all' or 'none'.")
         if self.routing not in ("balanced", "worst"):
             raise PretendError(f"routing={self.routing!r}: pass 'balanced' or 'worst'.")
-        if self.torch is not None and not re.fullmatch(r"\d+\.\d+\.\d+", self.torch):
-            raise PretendError(f"torch={self.torch!r} is not a version. Pass one such as '2.6.0'.")
+        if self.torch is not None:
+            check_torch(self.torch)
         if self.measured is not None:
             if not self.time or not self.last_step:
                 raise PretendError("measured: it says how fast the device is, and no time is asked for.")
@@ -142,7 +143,10 @@ class PretendSettings:
         if self.patience_s <= 0:
             raise PretendError(f"patience_s={self.patience_s} is not positive.")
         if self.budget is not None:
-            check_budget(int(self.budget) if self.budget.isdecimal() else self.budget)
+            try:
+                check_budget(int(self.budget) if self.budget.isdecimal() else self.budget)
+            except ValueError as error:
+                raise PretendError(str(error)) from error
         if self.host_budget not in (None, "0"):
             amount(str(self.host_budget), "host_budget")
 
@@ -159,12 +163,21 @@ class PretendSettings:
         return self.facts.context_bytes + (NCCL_BYTES if ranks > 1 else 0)
 
 
+def check_torch(version: str) -> None:
+    """Raises: PretendError: it is no version, or one on which nothing runs."""
+    if not re.fullmatch(r"\d+\.\d+\.\d+", version):
+        raise PretendError(f"torch={version!r} is not a version. Pass one such as '2.6.0'.")
+    if tuple(map(int, version.split("."))) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise PretendError(f"torch={version!r}: scripts run on PyTorch from {oldest} on. Pass that or a later one.")
+
+
 def amount(text: str, name: str) -> int:
     """``"40GiB"`` in bytes. Raises: PretendError: it is no amount of memory."""
     try:
         found = parse_budget(int(text) if text.isdecimal() else text, name)
-    except (ValueError, TypeError) as error:
-        raise PretendError(str(error)) from error
+    except (ValueError, TypeError):
+        found = None  # its message names what only a budget can be
     if not isinstance(found, int):
         raise PretendError(f'{name}={text!r} is not an amount of memory. Write "40GiB", "40GB" or bytes.')
     return found
