@@ -42,6 +42,16 @@ CASES = {
 }
 
 
+# in the order of the table
+METHODS = (
+    "plain",
+    "every layer checkpointed",
+    *(f"lowtide, {share:.0%} of plain" for share in SHARES),
+    "lowtide, checkpointing's peak",
+    "lowtide, the least",
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="WORD", default="", help="cases with it in their name")
@@ -142,7 +152,7 @@ def read() -> list[dict[str, Any]]:
 def keep(row: dict[str, Any]) -> None:
     """In place of the row that had its name, beside those of its case."""
     rows = [known for known in read() if (known["case"], known["method"]) != (row["case"], row["method"])]
-    rows = sorted([*rows, row], key=lambda line: list(CASES).index(line["case"]))
+    rows = sorted([*rows, row], key=lambda line: (list(CASES).index(line["case"]), METHODS.index(line["method"])))
     RESULTS.write_text("".join(json.dumps(line) + "\n" for line in rows))
 
 
