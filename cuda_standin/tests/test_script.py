@@ -443,6 +443,17 @@ print(model.generate(ids, max_new_tokens=9, do_sample=False).shape[1])
     assert python(source, **wanted) == "6"  # with values, the first of equal tokens ends it
 
 
+def test_a_library_of_cuda_that_is_not_there_is_named_with_what_it_was_asked(python, tmp_path):
+    source = """
+import torch
+torch.backends.cuda.preferred_linalg_library("cusolver")
+torch.linalg.cholesky(torch.eye(8, device="cuda"))
+"""
+    python(source, fails=True, STANDIN_SCRIPT=request(tmp_path))
+
+    assert "cusolverDnCreate (libcusolver)" in seen(tmp_path)["unsupported"]
+
+
 @pytest.mark.parametrize("library", ["transformers", "lightning"])
 def test_early_stopping_is_off_where_values_are_skipped(library, python, tmp_path):
     transformers = """

@@ -110,9 +110,12 @@ def test_what_cannot_work_here_is_said_in_a_sentence(words, note):
 
 
 def test_functions_that_are_not_there_and_operators_without_values_are_named():
-    report = of(unsupported=["cudnnGetVersion", "cusolverDnCreate"], without_values={"aten::_cslt": [3, "no rule"]})
+    report = of(
+        unsupported=["cudnnGetVersion (libcudnn)", "cusolverDnCreate (libcusolver)"],
+        without_values={"aten::_cslt": [3, "no rule"]},
+    )
 
-    assert "CUDA functions that are not there were called: cusolverDnCreate." in report.notes
+    assert "CUDA functions that are not there were called: cusolverDnCreate (libcusolver)." in report.notes
     assert "No values for aten::_cslt (3 calls): no rule" in report.notes
 
 

@@ -34,6 +34,11 @@ def stem(soname: str) -> str:
     return soname.split(".so")[0]
 
 
+def library_of(symbol: str) -> str | None:
+    """``libcusolver`` of ``cusolverDnCreate``; None: it is none of CUDA's."""
+    return next((name for prefix, name in _LIBRARY_BY_PREFIX if symbol.startswith(prefix)), None)
+
+
 def needed(torch_dir: Path, others: Iterable[Path] = ()) -> dict[str, dict[str, str | None]]:
     """By library (``libcudart.so.13``), the symbols that PyTorch and ``others`` leave undefined, and their versions.
 
@@ -67,7 +72,7 @@ def needed(torch_dir: Path, others: Iterable[Path] = ()) -> dict[str, dict[str, 
     for symbol, (version, asker) in loose.items():
         if symbol in inside:
             continue
-        library_stem = next((name for prefix, name in _LIBRARY_BY_PREFIX if symbol.startswith(prefix)), None)
+        library_stem = library_of(symbol)
         if library_stem in by_stem:
             wanted[by_stem[library_stem]][symbol] = version
         elif symbol not in weak and asker.parent == folder:  # others may have libraries of their own

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from cuda_standin import control
+from cuda_standin import control, symbols
 from cuda_standin.script.request import request
 
 began = time.perf_counter()
@@ -115,7 +115,7 @@ def write() -> None:
         "launches": counters.launches,
         "pinned_peak_bytes": counters.pinned_peak_bytes,
         "without_values": {name: list(found) for name, found in left_out.items()},
-        "unsupported": control.unsupported_calls(),
+        "unsupported": [f"{name} ({symbols.library_of(name)})" for name in control.unsupported_calls()],
         "foreign_libraries": control.foreign_libraries(),
         "notes": sorted(notes),
         **composition.found,
