@@ -55,9 +55,24 @@ def full_size_table(lines: list[dict]) -> str:
             case = line["case"]
             rows.append(f"| **{case}** | | | | | | | | | |")
         rows.append(f"| {line['method'].removeprefix('lowtide, ')} | {' | '.join(_cells(line))} |")
-    commit = sorted({row["commit"] for line in lines for row in (line, line.get("tight")) if row})
-    note = f"GiB. Commit {', '.join(commit)}, PyTorch {lines[0]['torch']}, transformers {lines[0]['transformers']}."
+    note = f"GiB. PyTorch {lines[0]['torch']}, transformers {lines[0]['transformers']}. {_commits(lines)}"
     return "\n".join([*rows, "", note])
+
+
+def _commits(lines: list[dict]) -> str:
+    """What was measured on which commit: whole models, or rows where a model has several."""
+    commits: dict[str, list[str]] = {}
+    for case in dict.fromkeys(line["case"] for line in lines):
+        methods: dict[str, list[str]] = {}
+        for line in lines:
+            if line["case"] == case:
+                methods.setdefault(line["commit"], []).append(line["method"].removeprefix("lowtide, "))
+        for commit, names in methods.items():
+            part = f" ({', '.join(names)})" if len(methods) > 1 else ""
+            commits.setdefault(commit, []).append(f"{case}{part}")
+    tight = sorted({line["tight"]["commit"] for line in lines if "tight" in line})
+    told = [f"{commit}: {', '.join(names)}." for commit, names in commits.items()]
+    return " ".join(["Commits:", *told, f"5 % more: {', '.join(tight)}." if tight else ""]).strip()
 
 
 def _cells(line: dict) -> list[str]:
