@@ -173,7 +173,7 @@ CUDA_ALONE = {
     "doctor.checks.value_compile_budget": ("torch-xpu-ops#4501",),  # a thread
     "device.out_of_memory": ("cuBLAS and cuDNN",),  # whose errors have no class of their own
     "device.kept_workspaces": ("cuBLAS keeps a workspace", "_clearCublasWorkspaces"),
-    "device.numeric_flags": ("cuDNN's", "cudnn", "_get_cublas_"),
+    "device.numeric_flags": ("cuDNN's", "cudnn", "_get_cublas_", '("cuda", '),
     "pytorch_internals": ("_get_cudnn_", "_get_cublas_"),  # of the flags that decide bits
     "device.vendor_kernels": ("cudnn", "miopen"),
     "device.pinning": ('accelerator_type() == "cuda"', "torch.cuda.cudart()", 'torch.ones(1, device="cuda")'),

@@ -70,9 +70,10 @@ STEPS = Feature(
         "torch._C._are_functorch_transforms_active", "torch._functorch.eager_transforms", "torch._ops",
         "torch._subclasses.fake_tensor",
         # Replays: the state that an op ran under, and memory that nobody else holds.
-        "torch._C._DisableAutocast", "torch._C._is_any_autocast_enabled", "torch._C._get_cudnn_allow_tf32",
+        "torch._C._DisableAutocast", "torch._C._is_any_autocast_enabled",
         "torch._C._get_cudnn_benchmark", "torch._C._get_cudnn_deterministic", "torch._C._get_deterministic_algorithms",
-        "torch._C._get_deterministic_algorithms_warn_only", "torch._C._get_float32_matmul_precision",
+        "torch._C._get_deterministic_algorithms_warn_only",
+        "torch._C._get_fp32_precision_getter", "torch._C._set_fp32_precision_setter",
         "torch._C._get_cublas_allow_fp16_reduced_precision_reduction",
         "torch._C._get_cublas_allow_bf16_reduced_precision_reduction",
         "torch._C._get_cublas_allow_fp16_accumulation",
