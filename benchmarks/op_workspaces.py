@@ -64,6 +64,18 @@ def _norms_and_losses(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield aten._safe_softmax.default, wide, -1
     yield aten.mse_loss.default, x, x
     yield aten.mse_loss.default, x, x, 0
+    image, factors = _t(2048, 1024, dtype=dtype), _t(1024, dtype=dtype)
+    for each in (x, image):
+        yield aten.mse_loss.default, each, each
+        yield aten.smooth_l1_loss.default, each, each
+        yield aten.huber_loss.default, each, each, 2
+        yield aten.soft_margin_loss.default, each, each
+        yield aten.binary_cross_entropy.default, each, each
+        for reduction in (0, 1):
+            yield aten.binary_cross_entropy_with_logits.default, each, each, None, None, reduction
+    for reduction in (0, 1):
+        yield aten.binary_cross_entropy.default, image, image, None, reduction
+        yield aten.binary_cross_entropy_with_logits.default, image, image, image, factors, reduction
     rows = _t(2048, 256, dtype=dtype)
     weight, sums = _t(256, dtype=dtype), _t(2048, 1)
     yield aten.native_layer_norm.default, rows, [256], weight, weight, 1e-5

@@ -17,6 +17,7 @@ from torch import nn
 import lowtide
 from lowtide.device.memory import allocated_bytes
 from lowtide.hollow.cuda_attention import attention_kernel
+from lowtide.hollow.cuda_workspaces import _RULES
 from lowtide.hollow.kept_workspaces import are_given_back
 from lowtide.tracing.optimizer_state import existing_state_bytes, optimizer_bytes
 
@@ -54,6 +55,29 @@ def blocks_as_asked():
 def test_traced_peaks_are_counted_peaks(kind, variant, attention):
     for line in compare(kind, variant, attention):
         assert line["traced_peak_bytes"] == line["counted_peak_bytes"], line
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"])
+def test_a_mean_of_losses_holds_what_its_kernel_leaves_behind_it(monkeypatch, name):
+    """In backward too: a mean that lies in the memory of all losses keeps that."""
+    model, batch = nn.Linear(64, 512), torch.randn(2048, 64)
+
+    def loss(model, batch):
+        scores = model(batch)
+        return getattr(nn.functional, name)(scores, torch.ones_like(scores))
+
+    foreseen = traced(model, batch, loss)[1]
+    monkeypatch.setattr("lowtide.hollow.output_specs.keeps_all_losses", lambda func, args: False)
+    monkeypatch.delitem(_RULES, "aten.binary_cross_entropy_with_logits")
+    without = traced(model, batch, loss)[1]
+    model, batch = model.cuda(), batch.cuda()
+
+    def step():
+        model.zero_grad()
+        loss(model, batch).backward()
+
+    assert foreseen == counted_peak_bytes(step)
+    assert without < foreseen or name == "huber_loss"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

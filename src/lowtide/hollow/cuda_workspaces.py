@@ -207,7 +207,33 @@ def _grouped_product(args: tuple, target: TargetDevice) -> int:
 def _mean_loss(args: tuple, target: TargetDevice) -> int:
     """``Loss.cpp``: a loss for each element, of which the mean or the sum is taken."""
     reduction = args[2] if len(args) > 2 else 1
-    return target.in_blocks(args[0].numel() * args[0].itemsize) if reduction else 0
+    return target.in_blocks(args[0].numel() * args[0].itemsize) + _mean_of_all(args[0], target) if reduction else 0
+
+
+def _mean_of_all(losses: torch.Tensor, target: TargetDevice) -> int:
+    count = losses.numel()
+    return reduction_bytes((count,), (1,), (), target, element_bytes=losses.itemsize)
+
+
+def _mean_in_place(reduction_at: int) -> Rule:
+    """Losses are made where their mean or sum is left, which is a tensor of its own first."""
+
+    def rule(args: tuple, target: TargetDevice) -> int:
+        if len(args) > reduction_at and not args[reduction_at]:
+            return 0
+        return target.block_bytes + _mean_of_all(args[0], target)
+
+    return rule
+
+
+def _loss_of_logits(args: tuple, target: TargetDevice) -> int:
+    """``Loss.cpp``: logarithms of probabilities; then factors of positive ones, or losses before their mean."""
+    each = target.in_blocks(args[0].numel() * args[0].itemsize)
+    positive = args[3] if len(args) > 3 else None
+    if len(args) > 4 and not args[4]:
+        return each if positive is None else each + target.in_blocks(positive.numel() * positive.itemsize)
+    factors = 0 if positive is None else target.in_blocks(positive.numel() * positive.itemsize) - target.block_bytes
+    return 2 * each + max(_mean_of_all(args[0], target), factors)
 
 
 def _convolution(first: int) -> Rule:
@@ -276,6 +302,9 @@ _RULES: dict[str, Rule] = {
     "aten.l1_loss": _mean_loss,
     "aten.smooth_l1_loss": _mean_loss,
     "aten.huber_loss": _mean_loss,
+    "aten.binary_cross_entropy": _mean_in_place(3),
+    "aten.soft_margin_loss": _mean_in_place(2),
+    "aten.binary_cross_entropy_with_logits": _loss_of_logits,
     "aten.convolution": _convolution(0),
     "aten.convolution_backward": _convolution(1),
 }

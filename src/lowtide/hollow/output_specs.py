@@ -1,7 +1,8 @@
 """What an operator's outputs look like: size, stride, type and storage, from its fake kernel, once per signature.
 
 Fake kernels speak for CUDA where kernels differ. A CPU's kernel that has run once corrects its spec; ``_CPU_RULES``
-holds what the CPU's do otherwise, for those too large to run, and ``_CUDA_RULES`` operators without a fake kernel.
+holds what the CPU's do otherwise, for those too large to run, ``_CUDA_RULES`` operators without a fake kernel, and
+``_RULES`` what fake kernels know of neither.
 """
 
 import contextlib
@@ -201,14 +202,37 @@ def _batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     return torch.empty_like(x), x.new_empty(x.shape[1], dtype=wide), x.new_empty(x.shape[1], dtype=wide)
 
 
+def keeps_all_losses(func: Any, args: tuple) -> bool:
+    """Whether the one loss that ``func`` gives lies in the memory of a loss for each element."""
+    reduction_at = _REDUCED_IN_PLACE.get(func)
+    return reduction_at is not None and (len(args) <= reduction_at or args[reduction_at] != 0)
+
+
+def _reduced_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The kernel makes a loss for each element and leaves their mean or sum in that memory, whatever its shape says."""
+    loss = func(*args, **kwargs)
+    if not keeps_all_losses(func, args):
+        return loss
+    return loss.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).as_strided((), ())
+
+
 Rule = Callable[[Any, tuple, dict], Any]
+_REDUCED_IN_PLACE = {  # places of the argument that says how
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.soft_margin_loss.default: 2,
+    aten.binary_cross_entropy.default: 3,
+}
+_RULES: dict[Any, Rule] = dict.fromkeys(_REDUCED_IN_PLACE, _reduced_in_place)  # CPU and CUDA alike
 _CPU_RULES: dict[Any, Rule] = {
+    **_RULES,
     aten.native_layer_norm.default: _statistics_in_float32,
     aten.native_batch_norm.default: _statistics_in_float32,
     aten.native_group_norm.default: _statistics_in_float32,
     aten._grouped_mm.default: _grouped_mm_any_type,
 }
 _CUDA_RULES: dict[Any, Rule] = {
+    **_RULES,
     aten._fused_rms_norm.default: _rms_norm,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
     aten.native_layer_norm_backward.default: _dense_layer_norm_backward,

@@ -22,6 +22,7 @@ from lowtide.device.kept_workspaces import product_workspace_bytes
 from lowtide.device.names import is_accelerator
 from lowtide.hollow.cuda_workspaces import has_rule
 from lowtide.hollow.kernels_here import unmeasured_workspace_bytes
+from lowtide.hollow.output_specs import keeps_all_losses
 from lowtide.step.operators import OPERATORS, packet_name, tensors_in, tensors_of
 
 # Views of what they read: they make nothing.
@@ -266,6 +267,8 @@ def _made_on_meta(func: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
         return None
     if any(result.device.type != "meta" or result.layout is not torch.strided for result in results):
         return None
+    if device_type != "cpu" and keeps_all_losses(func, args):
+        return in_blocks(max(t.nbytes for t in tensors_in(args)), device_type)
     storages = {s._cdata: s.nbytes() for result in results if (s := result.untyped_storage())._cdata not in given}
     return sum(in_blocks(size, device_type) for size in storages.values())
 
