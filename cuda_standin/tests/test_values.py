@@ -311,3 +311,17 @@ print(*cuda_standin.foreign_libraries())
 """
     pytest.importorskip("bitsandbytes")
     assert python(source).startswith("libbitsandbytes_cuda")
+
+
+def test_scripted_code_has_values(python):
+    """TorchScript would compile kernels of its own, of which nobody knows what they compute."""
+    source = """
+import torch
+gate = torch.jit.script(torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Sigmoid()))
+x = torch.randn(1000, 64, device="cuda", requires_grad=True)
+torch.full_like(x, float("nan"))  # what a kernel that does nothing would leave
+made = [gate(x) for _ in range(5)]
+print(all(torch.equal(y, x.tanh().sigmoid()) for y in made))
+"""
+    assert python(source) == "True"
+    assert python("import torch; torch._C._jit_override_can_fuse_on_gpu(True)" + source) == "False"

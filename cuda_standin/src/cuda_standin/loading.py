@@ -43,6 +43,8 @@ def load_values(torch: ModuleType) -> None:
     torch.backends.cudnn.enabled = os.environ.get("STANDIN_CUDNN", "0") == "1"
     if os.environ.get("STANDIN_VALUES", "1") == "1":
         values()
+        # TorchScript's fuser compiles kernels of its own at run time, which would leave what was there before.
+        torch._C._jit_override_can_fuse_on_gpu(False)
     atexit.register(_let_backward_end, torch)
 
 
