@@ -21,13 +21,13 @@ PYTEST = (sys.executable, "-m", "pytest", "-q", "-n", "2")
 SWITCHED = (
     "step", "recording", "tracing", "shapes", "tape", "graph", "reports", "simulation", "api", "planning", "training",
     "measurement", "inference", "estimation", "models", "settings", "test_long_sequences.py", "foresight", "solvers",
-    "doctor", "docs", "distributed", "integrations", "benchmarks", "device", "test_cli.py",
+    "doctor", "docs", "distributed", "integrations", "benchmarks", "device", "test_cli.py", "hollow",
 )  # fmt: skip
 # What is known to run so on CUDA's stand-in.
 SWITCHED_TO_CUDA = (
     "step", "recording", "tracing", "shapes", "tape", "api", "planning", "training", "measurement", "device",
     "inference", "models", "graph", "reports", "simulation", "settings", "test_long_sequences.py", "doctor",
-    "estimation", "foresight", "test_cli.py", "integrations", "distributed/test_sharded_guards.py",
+    "estimation", "foresight", "test_cli.py", "integrations", "distributed/test_sharded_guards.py", "hollow",
 )  # fmt: skip
 WITH_PLANS = ("tests/solvers", "tests/foresight", "tests/graph", "tests/simulation", "tests/reports", "tests/docs")
 WITH_PROCESSES = ("tests/distributed", "tests/integrations", "tests/benchmarks")

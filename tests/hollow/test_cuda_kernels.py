@@ -101,15 +101,26 @@ def test_a_script_may_name_the_device():
         return y.float().mean()
 
     model = nn.Linear(64, 64)
+    home = model.weight.device
 
     graph = lowtide.trace(model, torch.randn(8, 64), step=step, device="cuda")
 
     assert any(op.name == "aten.mm.default" or op.name == "aten.addmm.default" for op in graph.ops)
-    assert model.weight.device.type == "cpu"
+    assert model.weight.device == home
     with (
         pytest.raises((AssertionError, RuntimeError)) if not torch.cuda.is_available() else pytest.MonkeyPatch.context()
     ):
         torch.ones(1).cuda()
+
+
+def test_a_device_has_its_own_module_after_a_script_asked_for_it():
+    def step(model, batch):
+        torch.get_device_module("cuda:0")
+        return model(batch).mean()
+
+    lowtide.trace(nn.Linear(64, 64), torch.randn(2, 64), step=step, device="cuda")
+
+    assert torch.get_device_module("cuda:0") is torch.cuda
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

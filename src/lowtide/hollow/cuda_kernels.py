@@ -71,7 +71,7 @@ def _put_in(library: Library, capability: tuple[int, int]) -> None:
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if not train or p == 0:
         return x
-    return aten.native_dropout(x, p, train)[0] if p < 1 else x * torch.zeros((), dtype=x.dtype)
+    return aten.native_dropout(x, p, train)[0] if p < 1 else x * x.new_zeros(())
 
 
 def _rms_norm(x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:

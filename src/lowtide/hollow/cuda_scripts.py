@@ -102,4 +102,8 @@ def cuda_means_cpu(hollow: HollowMode) -> Iterator[None]:
             set_device=nothing,
         ),
     ):
-        yield
+        try:
+            yield
+        finally:
+            # It remembers by name: asked inside for the module of "cuda", it would answer with the CPU's for ever.
+            getattr(torch.get_device_module, "cache_clear", nothing)()

@@ -53,11 +53,11 @@ def hollow(
     """A tensor without memory; a real one where it has no bytes."""
     count = span(size, stride) * dtype.itemsize if storage_bytes is None else storage_bytes
     if count == 0:
-        return torch.empty_strided(size, stride, dtype=dtype)
+        return torch.empty_strided(size, stride, dtype=dtype, device=_CPU)
     first, window, _ = _range()
     address = first + next(_numbers) * _STEP_BYTES % window
     storage = torch._C._construct_storage_from_data_pointer(address, _CPU, count)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
+    return torch.empty(0, dtype=dtype, device=_CPU).set_(storage, 0, size, stride)
 
 
 def hollow_like(tensor: torch.Tensor) -> torch.Tensor:

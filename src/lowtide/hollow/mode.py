@@ -174,7 +174,8 @@ class HollowMode(UncompiledMode):
         def filled(x: Any) -> Any:
             if not isinstance(x, torch.Tensor) or not is_hollow(x):
                 return x
-            return torch.zeros(max(span(x.shape, x.stride()), 1), dtype=x.dtype).as_strided(x.shape, x.stride())
+            count = max(span(x.shape, x.stride()), 1)
+            return torch.zeros(count, dtype=x.dtype, device="cpu").as_strided(x.shape, x.stride())
 
         args, kwargs = pytree.tree_map(filled, (args, kwargs))
         output = func(*args, **kwargs)
@@ -188,7 +189,7 @@ class HollowMode(UncompiledMode):
             if not _is_mask(index):
                 indices.append(index)
                 continue
-            mask = torch.zeros(index.shape, dtype=torch.bool) if is_hollow(index) else index
+            mask = torch.zeros(index.shape, dtype=torch.bool, device="cpu") if is_hollow(index) else index
             rows = mask.nonzero(as_tuple=True)
             indices += rows
             if origin := origin_of(index):
@@ -210,7 +211,7 @@ class HollowMode(UncompiledMode):
             elif o.dtype.is_floating_point or o.dtype.is_complex or o.storage_bytes > _INVENTED_BYTES:
                 outputs.append(hollow(o.size, o.stride, o.dtype, o.storage_bytes))
             else:
-                zeros = torch.zeros(o.storage_bytes // o.dtype.itemsize, dtype=o.dtype)
+                zeros = torch.zeros(o.storage_bytes // o.dtype.itemsize, dtype=o.dtype, device="cpu")
                 mark_origin(zeros, UNKNOWN)
                 outputs.append(zeros.as_strided(o.size, o.stride))
             if o.on_host:
@@ -267,7 +268,7 @@ def _collective(mode: HollowMode, func: Any, args: tuple, kwargs: dict) -> Any:
     def empty(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        small = torch.empty(0, dtype=x.dtype)
+        small = torch.empty(0, dtype=x.dtype, device="cpu")
         originals[id(small)] = small, x
         return small
 
@@ -309,7 +310,7 @@ def _topk(mode: HollowMode, func: Any, args: tuple, kwargs: dict) -> Any:
     if dim not in (-1, x.dim() - 1):
         return None
     rows = x.numel() // max(x.shape[-1], 1)
-    chosen = (torch.arange(rows * k) % max(x.shape[-1], 1)).view(*x.shape[:-1], k)
+    chosen = (torch.arange(rows * k, device="cpu") % max(x.shape[-1], 1)).view(*x.shape[:-1], k)
     mark_origin(chosen, UNKNOWN)
     mode.note(f"topk of {UNKNOWN}: each index equally often (balanced experts)")
     return hollow(chosen.shape, chosen.stride(), x.dtype), chosen

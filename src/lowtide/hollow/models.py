@@ -51,7 +51,7 @@ def model_of(config: Any) -> nn.Module:
 
 def language_batch(rows: int, tokens: int) -> dict[str, torch.Tensor]:
     """A batch for a causal language model: token 0 everywhere, and as labels."""
-    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    ids = torch.zeros(rows, tokens, dtype=torch.int64, device="cpu")
     return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -62,7 +62,7 @@ def hollow_batch(batch: Any) -> Any:
             return batch.cpu()
         if batch.is_floating_point() or batch.is_complex():
             return hollow_like(batch).requires_grad_(batch.requires_grad)
-        zeros = torch.zeros(batch.shape, dtype=batch.dtype)
+        zeros = torch.zeros(batch.shape, dtype=batch.dtype, device="cpu")
         mark_origin(zeros, UNKNOWN)
         return zeros
     if isinstance(batch, (tuple, list)):
@@ -110,7 +110,7 @@ def _hollow_parameter(parameter: nn.Parameter, homes: dict[int, torch.UntypedSto
             f"a parameter is a {kind.__name__}: subclass parameters have no hollow form yet.\n"
             "Trace on the device itself: leave device= out."
         )
-    storage, home = parameter.untyped_storage(), torch.empty(0, dtype=parameter.dtype)
+    storage, home = parameter.untyped_storage(), torch.empty(0, dtype=parameter.dtype, device="cpu")
     if storage._cdata not in homes:
         homes[storage._cdata] = hollow((storage.nbytes(),), (1,), torch.uint8).untyped_storage()
     home.set_(homes[storage._cdata], parameter.storage_offset(), parameter.shape, parameter.stride())

@@ -303,7 +303,7 @@ def _step(optimizer: Any) -> None:
         p for p in inspect.signature(optimizer.step).parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]  # fmt: skip
-    optimizer.step(*([lambda: torch.zeros(())] if needed else []))  # LBFGS and SAM ask for a closure
+    optimizer.step(*([lambda: torch.zeros((), device="cpu")] if needed else []))  # LBFGS and SAM ask for a closure
 
 
 def _hollow_copy(optimizer: Any, trained: Collection[int]) -> Any:
@@ -335,7 +335,7 @@ def _hollow_copy(optimizer: Any, trained: Collection[int]) -> Any:
 
 def _stand_in(p: torch.Tensor, *, has_gradient: bool) -> torch.nn.Parameter:
     if not has_gradient:
-        return torch.nn.Parameter(torch.empty(0), requires_grad=False)
+        return torch.nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
     parts = list(parts_of(p))
     part = parts[0] if len(parts) == 1 else torch.empty(sum(t.numel() for t in parts), dtype=p.dtype, device="meta")
     parameter = torch.nn.Parameter(hollow_like(part))
