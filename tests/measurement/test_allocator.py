@@ -178,11 +178,12 @@ def test_a_step_that_is_measured_is_recorded_with_the_workspaces_of_its_ops():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_cuda_the_peak_is_the_formula_and_inner_measurements_step_aside():
+def test_on_cuda_the_peak_is_the_formula_and_one_measurement_may_lie_in_another():
     def fn():
+        before = torch.empty(2 * MIB, device="cuda", dtype=torch.uint8)
         with measuring("cuda") as counter:
-            assert counter is None
             held = torch.empty(MIB, device="cuda")
-        return held, torch.empty(2 * MIB, device="cuda", dtype=torch.uint8)
+        assert counter.peak == counter.left == 4 * MIB
+        return before, held
 
     assert peak_bytes(fn, "cuda") == 6 * MIB
