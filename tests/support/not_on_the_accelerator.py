@@ -34,6 +34,7 @@ MODEL_ALONE = (
     "shapes/",
     "training/",
     "test_demo.py",
+    "tape/online/",
     "tracing/test_wrapped_optimizers.py",
 )
 
