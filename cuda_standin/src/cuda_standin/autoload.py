@@ -6,11 +6,12 @@ that every process of it has this hook. It costs nothing until ``torch`` is impo
 
 import os
 import sys
+from importlib.machinery import ModuleSpec
 
 from cuda_standin import imports
 
 
-def _load(spec):
+def _load(spec: ModuleSpec) -> None:
     from cuda_standin import loading, settings
 
     if settings.is_off():

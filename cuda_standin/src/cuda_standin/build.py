@@ -153,13 +153,17 @@ def _compile(folder: Path, source: str, flags: list[str]) -> Path:
     return made
 
 
-def _link(folder: Path, soname: str, objects: list[Path], wanted: dict[str, str | None], ours: set[str], runtime: str):
+def _link(
+    folder: Path, soname: str, objects: list[Path], wanted: dict[str, str | None], ours: set[str], runtime: str
+) -> None:
     """One library: our objects, and stubs for what they lack, each symbol under the version that is asked for."""
     stub = folder / f"{soname}.c"
     stub.write_text(_stubs(soname, sorted(set(wanted) - ours)))
     made = folder / f"{soname}.o"
     _run(_compiler(), "-x", "c", "-w", "-fPIC", "-O1", "-c", stub, "-o", made)
-    command = [_compiler(), "-shared", "-o", folder / soname, f"-Wl,-soname,{soname}", *objects, made]
+    command: list[str | Path] = [
+        _compiler(), "-shared", "-o", folder / soname, f"-Wl,-soname,{soname}", *objects, made,
+    ]  # fmt: skip
     by_version: dict[str, list[str]] = {}
     for symbol, version in sorted(wanted.items()):
         if version:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 _before: dict[str, list[Callable[[ModuleSpec], object]]] = {}
 _after: dict[str, list[Callable[[ModuleType], object]]] = {}
@@ -12,7 +13,7 @@ _after: dict[str, list[Callable[[ModuleType], object]]] = {}
 class _Finder:
     """Stands first, finds nothing by itself: it lets the others find the module, and adds what was asked for."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name not in _before and name not in _after:
             return None
         for finder in sys.meta_path:
@@ -25,14 +26,14 @@ class _Finder:
             return found
         execute = found.loader.exec_module
 
-        def exec_module(module):  # not when it is found: many only ask whether a package is there
-            for function in _before.pop(name, []):
-                function(found)
+        def exec_module(module: ModuleType) -> None:  # not when it is found: many only ask whether a package is there
+            for prepare in _before.pop(name, []):
+                prepare(found)
             execute(module)
             for function in _after.pop(name, []):
                 function(module)
 
-        found.loader.exec_module = exec_module
+        found.loader.exec_module = exec_module  # type: ignore[method-assign]
         return found
 
 

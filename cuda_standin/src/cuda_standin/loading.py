@@ -26,6 +26,7 @@ def load_libraries(torch_spec: ModuleSpec) -> None:
     """
     global folder
     settings.check()
+    assert torch_spec.origin is not None
     _refuse_what_is_there()
     folder = build.libraries(Path(torch_spec.origin).parent)
     for name in (folder / "order.txt").read_text().split():

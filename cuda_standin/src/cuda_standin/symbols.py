@@ -58,8 +58,8 @@ def needed(torch_dir: Path, others: Iterable[Path] = ()) -> dict[str, dict[str, 
                 wanted.setdefault(match[1], {})
         weak |= {name.partition("@")[0] for name in _names(library, "--undefined-only", kinds="vw")}
         for name in _names(library, "--undefined-only"):
-            symbol, _, version = name.partition("@")
-            version = version.lstrip("@")
+            symbol, _, named = name.partition("@")
+            version = named.lstrip("@")
             if not _OF_CUDA.match(symbol):
                 continue
             if ".so" in version:
@@ -69,12 +69,12 @@ def needed(torch_dir: Path, others: Iterable[Path] = ()) -> dict[str, dict[str, 
         inside |= {name.partition("@")[0] for name in defined_dynamic(library)}
     by_stem = {stem(soname): soname for soname in wanted}
     homeless = []
-    for symbol, (version, asker) in loose.items():
+    for symbol, (of_version, asker) in loose.items():
         if symbol in inside:
             continue
         library_stem = library_of(symbol)
         if library_stem in by_stem:
-            wanted[by_stem[library_stem]][symbol] = version
+            wanted[by_stem[library_stem]][symbol] = of_version
         elif symbol not in weak and asker.parent == folder:  # others may have libraries of their own
             homeless.append(f"{symbol} ({asker.name} asks for it)")
     if homeless:

@@ -19,6 +19,7 @@ def _enter() -> None:
         spec = importlib.util.spec_from_file_location(
             "cuda_standin", package / "__init__.py", submodule_search_locations=[str(package)]
         )
+        assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules["cuda_standin"] = module
         spec.loader.exec_module(module)
@@ -34,6 +35,7 @@ def _run_what_this_file_hides() -> None:
         file = Path(folder or ".") / "sitecustomize.py"
         if file.is_file() and file.resolve().parent != _HERE:
             spec = importlib.util.spec_from_file_location("sitecustomize", file)
+            assert spec is not None and spec.loader is not None
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
             return
 

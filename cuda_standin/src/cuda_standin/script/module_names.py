@@ -30,7 +30,7 @@ class Named(NamedTuple):
 
     module: str
     name: str = ""
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # hides the method of tuples
 
 
 class ModuleNames:

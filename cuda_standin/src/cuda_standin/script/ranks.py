@@ -12,6 +12,8 @@ from cuda_standin import imports
 from cuda_standin.script import record
 from cuda_standin.script.request import Request
 
+_is_stood_in = False
+
 
 def install(torch: ModuleType, wanted: Request) -> None:
     if not torch.distributed.is_available():
@@ -41,7 +43,8 @@ def _stand_in(wanted: Request, ranks: int) -> None:
     """The group is asked for when torch.distributed is complete, which is when the script begins."""
     from cuda_standin import process_group
 
-    if getattr(_stand_in, "done", False):
+    global _is_stood_in
+    if _is_stood_in:
         return
     if wanted.rank >= ranks:
         raise SystemExit(f"cuda_standin: rank {wanted.rank} of {ranks}: ranks go from 0 to {ranks - 1}.")
@@ -49,7 +52,7 @@ def _stand_in(wanted: Request, ranks: int) -> None:
     process_group.install(ranks, wanted.rank, _objects(wanted))
     imports.after_import("torch.distributed.pipelining.stage", _gradients_like_outputs)
     os.environ.update(keep)
-    _stand_in.done = True
+    _is_stood_in = True
     record.facts["ranks"], record.facts["rank"] = ranks, wanted.rank
 
 
@@ -85,7 +88,7 @@ def _gradients_like_outputs(module: ModuleType) -> None:
     module.PipelineStage._recv_meta = received
 
 
-def _one_agent(module: ModuleType, wanted: Request) -> None:
+def _one_agent(module: Any, wanted: Request) -> None:
     """torchrun, accelerate launch, and whatever else uses PyTorch's elastic launcher."""
 
     def launch_agent(config: Any, entrypoint: Any, args: Any, *_: Any, **__: Any) -> dict[int, Any]:
@@ -104,7 +107,7 @@ def _one_agent(module: ModuleType, wanted: Request) -> None:
     module.launch_agent = launch_agent
 
 
-def _one_process(torch: ModuleType, module: ModuleType, wanted: Request) -> None:
+def _one_process(torch: ModuleType, module: Any, wanted: Request) -> None:
     spawn, start = module.spawn, module.start_processes
 
     def alone(fn: Any, args: tuple = (), nprocs: int = 1, *more: Any, **options: Any) -> Any:
@@ -141,7 +144,7 @@ class _Ended:
 
 def _one_of_deepspeed(wanted: Request) -> None:
     """DeepSpeed's launcher starts a process for each rank of a node: those that do not exist end at once."""
-    real = subprocess.Popen
+    real: Any = subprocess.Popen
 
     def popen(command: Any, *args: Any, env: dict[str, str] | None = None, **options: Any) -> Any:
         if env is None or "RANK" not in env:

@@ -45,6 +45,7 @@ def start(torch: ModuleType) -> None:
     steps.install(torch, peaks, wanted)
     for file in wanted.plugins:
         spec = importlib.util.spec_from_file_location("_standin_plugin", file)
+        assert spec is not None and spec.loader is not None
         plugin = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(plugin)
         plugin.start(torch)

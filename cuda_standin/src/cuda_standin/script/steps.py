@@ -97,7 +97,7 @@ class Steps:
 
     def by_engine(self, owner: type, name: str, ends_step: Any) -> None:
         """From the first ``owner`` on, ``owner.name`` ends a step where ``ends_step(self)`` says so before the call."""
-        method, make = getattr(owner, name), owner.__init__
+        method, make = getattr(owner, name), getattr(owner, "__init__")  # noqa: B009
 
         @functools.wraps(make)
         def made(engine: Any, *args: Any, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ class Steps:
             return returned
 
         setattr(owner, name, counted)
-        owner.__init__ = made
+        setattr(owner, "__init__", made)  # noqa: B010
 
 
 def install(torch: ModuleType, peaks: Peaks, wanted: Request) -> None:
