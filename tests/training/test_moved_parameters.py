@@ -27,14 +27,15 @@ def train(fraction: str | None) -> tuple[list[float], list[int]]:
     fit = lowtide.fit(model, budget=fraction, optimizer=optimizer) if fraction else None
     losses, planned = [], []
     for i in range(STEPS):
-        loss = model(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i))).square().mean()
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator(torch.get_default_device()).manual_seed(i))
+        loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         del loss
         if i in (0, STEPS - 2):
-            model.to("cpu")
+            model.to(torch.get_default_device())
         if fit is not None:
             fit.wait()
             planned.append(fit.status().planned_steps)
