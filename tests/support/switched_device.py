@@ -88,6 +88,8 @@ class Switched:
             # The peak statistic of tests before is not this one's, nor what could not be given back of it.
             memory._forgotten.clear()
             memory._low.clear()
+            # Before fixtures, which may stand in for streams: no measurement of a test is the first to have them taken.
+            KeptWorkspaces().take(torch.get_default_device())
             torch.accelerator.reset_peak_memory_stats()
             if alone:
                 for module in (tracer, budget, watched_step):
@@ -98,7 +100,6 @@ class Switched:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        KeptWorkspaces().take(torch.get_default_device())  # no measurement of a test is the first that has them taken
         before = self._device.launched()
         try:
             with self._device.schedule(LATE, LATE):
