@@ -35,6 +35,7 @@ MODEL_ALONE = (
     "training/",
     "test_demo.py",
     "tape/online/",
+    "tape/test_guards_proofs.py",
     "tracing/test_wrapped_optimizers.py",
 )
 
