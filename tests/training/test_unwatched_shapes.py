@@ -1,6 +1,7 @@
 """Shapes that nobody has watched get plans too, and what was derived wrong is noticed."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +116,19 @@ def test_what_is_larger_than_all_watched_steps_is_watched_even_where_it_should_f
         assert not fit.status().in_force
         fit.wait()  # on a device a step is read when its ops are over
         assert "not as derived from other lengths" in reasons_of(fit)
+
+
+def test_a_planners_first_answer_and_its_last_are_one_plan(model, budget):
+    """On a slow machine each comes by itself; three plans that serve no step would end the recording of steps."""
+    with lowtide.fit(model, budget=budget) as fit:
+        learn(model, fit, (96,))
+        plans, (planned,) = fit._lifecycle.plans_by_shape, fit._lifecycle.plans_by_shape.plans
+        request = SimpleNamespace(graph=planned.graph, costs=planned.costs)
+        asked, before = SimpleNamespace(shapes=planned.shapes, request=request, first=None), plans._in_vain
+        asked.first = plans._adopted(asked, planned.plan)
+        plans._adopted(asked, planned.plan)
+
+        assert plans._in_vain == before + 1
 
 
 def test_a_plan_from_a_wrong_graph_is_given_up_and_nothing_is_derived_any_more():

@@ -646,7 +646,12 @@ class PlansByShape:
         """Raises: _PlanWorseThanNoneError: steps without one are better."""
         if why := self._why_worse(asked.shapes[0], plan.budgeted_peak_bytes, plan.predicted_step_ms):
             raise _PlanWorseThanNoneError(why)
-        return self._put_in_force(asked.shapes, asked.request.graph, asked.request.costs, plan)
+        planned = self._put_in_force(asked.shapes, asked.request.graph, asked.request.costs, plan)
+        if asked.first is not None:
+            self._in_vain = max(
+                0, self._in_vain - 1
+            )  # a better one in place of the planner's first answer is no further plan
+        return planned
 
     def _put_in_force(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, plan: Plan) -> PlannedStep:
         model = self._model()
