@@ -176,6 +176,7 @@ LEFT_OUT_OF_CUDA = {
     "models/test_layers.py::test_a_parametrized_weight_trains_bitwise_and_its_buffers_move_once[orthogonal]": _LIBRARY,
     "models/test_zoo.py::test_an_architecture_trains_bitwise_at_the_tightest_budget_and_at_half[llama]": _TOY,
     "shapes/test_block_rounding.py::test_a_model_on_an_accelerator": _PADDED,
+    "training/test_in_force_or_told.py::test_a_thread_that_died_after_its_forward_pass_stops_nobody[watched]": "products of another thread take a workspace of their own there, which is told",  # noqa: E501
     "training/test_plan_transfer.py::test_a_plan_for_the_longest_batch": _PADDED,
     "shapes/test_shape_family.py::test_a_fourth_length_follows_exactly_from_three[gpt2": "a sum takes a workspace there from more rows on",  # noqa: E501
     "training/test_targets.py::test_without_counting": "at that budget the first step is over by a workspace there, with targets counted or not",  # noqa: E501

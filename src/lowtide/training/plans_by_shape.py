@@ -648,9 +648,7 @@ class PlansByShape:
             raise _PlanWorseThanNoneError(why)
         planned = self._put_in_force(asked.shapes, asked.request.graph, asked.request.costs, plan)
         if asked.first is not None:
-            self._in_vain = max(
-                0, self._in_vain - 1
-            )  # a better one in place of the planner's first answer is no further plan
+            self._in_vain -= 1  # what comes in place of the planner's first answer is no further plan
         return planned
 
     def _put_in_force(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, plan: Plan) -> PlannedStep:
