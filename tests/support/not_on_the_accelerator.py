@@ -104,7 +104,6 @@ LEFT_OUT = {
     "training/test_watched_fit.py::test_what_the_watched_step_has_proven": _TOY,
     "training/test_watched_fit_errors.py::test_after_a_step_without_enough_memory": _BLOCKS,
     "training/test_watched_fit_errors.py::test_writes_through_data": "a device tells later (accelerator/test_seals.py)",
-    "tape/offload/test_host_tier.py": _DEFAULT,
     "tape/offload/test_offloaded_tensor.py::test_a_bit_that_flips_on_disk": _DISK,
     "tape/offload/test_offloaded_tensor.py::test_a_device_that_cannot_be_read": _DISK,
     "tape/offload/test_offloaded_tensor.py::test_a_full_disk": _DISK,

@@ -97,7 +97,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(pinning, "cudart", lambda: gpu.cudart())
     monkeypatch.setattr(pinning, "synchronize_all", gpu.synchronize_all)
     monkeypatch.setattr(host_tier, "_copy", gpu.copy)
-    return gpu
+    yield gpu
+    gc.collect()  # what this one has pinned is given back to no other
 
 
 def made(gpu, seed=0, size=1000):
