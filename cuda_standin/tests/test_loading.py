@@ -34,6 +34,18 @@ def test_a_process_that_does_not_import_torch_pays_for_three_small_modules(pytho
     assert python(source) == "cuda_standin cuda_standin.autoload cuda_standin.imports"
 
 
+def test_another_finder_that_asks_all_others_first_is_no_circle(python):
+    source = """
+import sys
+class Other:
+    def find_spec(self, name, path=None, target=None):
+        others = (finder for finder in sys.meta_path if finder is not self)
+        return next((spec for other in others if (spec := other.find_spec(name, path, target)) is not None), None)
+sys.meta_path.insert(0, Other())
+"""
+    assert python(source + SEES) == "True 1 NVIDIA H100 80GB HBM3"
+
+
 def test_a_variable_without_meaning_ends_the_import_with_one_sentence(python):
     error = python("import torch", fails=True, STANDIN_GPU="h101")
     assert error.splitlines()[-1].endswith("rtx4090, 3090, 4090.") or "no such GPU; there are h100, " in error

@@ -1,6 +1,7 @@
 """Functions that are called when a module is imported, without importing it."""
 
 import sys
+import threading
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -8,21 +9,23 @@ from typing import Any
 
 _before: dict[str, list[Callable[[ModuleSpec], object]]] = {}
 _after: dict[str, list[Callable[[ModuleType], object]]] = {}
+_asked: set[tuple[int, str]] = set()  # threads whose search for a module goes on below
 
 
 class _Finder:
     """Stands first, finds nothing by itself: it lets the others find the module, and adds what was asked for."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in _before and name not in _after:
+        search = (threading.get_ident(), name)
+        if (name not in _before and name not in _after) or search in _asked:  # another finder of this kind asks back
             return None
-        for finder in sys.meta_path:
-            found = None if isinstance(finder, _Finder) else finder.find_spec(name, path, target)
-            if found is not None:
-                break
-        else:
-            return None
-        if found.loader is None:
+        _asked.add(search)
+        try:
+            others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
+            found = next((spec for other in others if (spec := other.find_spec(name, path, target)) is not None), None)
+        finally:
+            _asked.discard(search)
+        if found is None or found.loader is None:
             return found
         execute = found.loader.exec_module
 

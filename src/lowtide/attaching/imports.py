@@ -4,12 +4,14 @@ The stand-in for CUDA has the like (``cuda_standin.imports``), and neither packa
 """
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _after: dict[str, Callable[[ModuleType], object]] = {}
+_asked: set[tuple[int, str]] = set()  # threads whose search for a module goes on below
 
 
 class _Finder(MetaPathFinder):
@@ -18,10 +20,15 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in _after:
+        search = (threading.get_ident(), name)
+        if name not in _after or search in _asked:  # another finder of this kind asks all others, this one too
             return None
-        others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
-        spec = next((found for other in others if (found := other.find_spec(name, path, target)) is not None), None)
+        _asked.add(search)
+        try:
+            others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
+            spec = next((found for other in others if (found := other.find_spec(name, path, target)) is not None), None)
+        finally:
+            _asked.discard(search)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
