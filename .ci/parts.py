@@ -50,7 +50,7 @@ QUICK = Part("the quick tests", 8.0, ("make", "--no-print-directory", "test"))
 PARTS = (
     Part("thorough tests on the accelerator", 1.5, (*PYTEST, "-m", "accelerator and thorough")),
     Part("the tests of CUDA, without a GPU", 7.0, ("make", "--no-print-directory", "test-cuda")),
-    Part("the quick tests on another PyTorch", 2.0, ("make", "--no-print-directory", "test-other-torch")),
+    Part("the quick tests on another PyTorch", 2.5, ("make", "--no-print-directory", "test-other-torch")),
     Part("thorough tests of plans", 2.0, (*PYTEST, "-m", "thorough", *WITH_PLANS)),
     Part("thorough tests in processes", 5.0, (*PYTEST, "-m", "thorough", *WITH_PROCESSES)),
     Part("other thorough tests", 3.0, (*PYTEST, "-m", "thorough", *rest_of(*WITH_PLANS, *WITH_PROCESSES))),

@@ -84,10 +84,13 @@ def test_a_case_shows_its_table_before_it_trains(decoder_results):
     assert both.table is table.table and both.seconds > table.seconds
 
 
-def test_the_text_shows_every_method_and_fits_the_terminal(shown, capsys):
+@pytest.mark.parametrize("processor", ["AMD EPYC", "Intel(R) Xeon(R) Platinum 8488C Processor @ 2.40GHz"])
+def test_the_text_shows_every_method_and_fits_the_terminal(processor, shown, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "device_name", lambda: processor)
     assert main(["demo", "--quick"]) == 0
     text = capsys.readouterr().out
 
+    assert f"one thread of {processor}." in " ".join(text.split())
     for name in (
         "plain ",
         "every layer checkpointed (transformers) ",

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from textwrap import wrap
 
 import torch
 
@@ -23,6 +24,7 @@ _METHODS = {
     AS_FULL: "lowtide, as small as every layer",
 }
 _BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 100  # of a line that names what the machine calls itself
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def table_text(result: CaseResult) -> str:
         *columns(rows),
         "",
         "Peak memory holds weights and gradients too. Activations: memory of the step itself, plain = 100 %.",
-        f"Step time: processor time of forward and backward, {rounds}, one thread of {device_name()}.",
+        *wrap(f"Step time: processor time of forward and backward, {rounds}, one thread of {device_name()}.", _WIDTH),
         f"Predicted before a planned step ran: {_predicted(planned)}.",
         f"Before that: {table.trace_s:.1f} s to trace the step, {table.measure_s:.1f} s to time its operators, "
         f"{table.solve_s:.1f} s for {len(planned)} plans.",

@@ -327,7 +327,9 @@ def _can_do_with_less(error: Exception) -> bool:
 
 
 def _cache_bytes(output: Any) -> int:
-    cache = output.get("past_key_values") if isinstance(output, dict) else None
+    # Its name is ``cache`` from transformers 5.24 on, which warns where it is asked for by the old one.
+    name = next((n for n in ("cache", "past_key_values") if isinstance(output, dict) and n in output), None)
+    cache = None if name is None else output[name]
     layers = getattr(cache, "layers", ())
     tensors = [t for layer in layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
     return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))

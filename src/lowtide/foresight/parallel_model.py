@@ -4,8 +4,8 @@
                head divided along the vocabulary, logits gathered.
     expert     ``base_model_ep_plan``: whole experts on each rank, tokens brought there by all-to-all. Each rank is
                taken to choose experts as this one does.
-    pipeline   Layers divided evenly, the last stage has what is left; embedding on the first, head on the last. (Its
-               own forward is for inference: what a stage runs in training is in ``pipeline.py``.)
+    pipeline   Layers divided evenly, as far as they go; embedding on the first stage, head on the last. (Its own
+               forward is for inference: what a stage runs in training is in ``pipeline.py``.)
 
 Sequence parallelism is reserved in transformers and wired nowhere: ``sequence_parallel.py`` adds it to the tensor plan.
 """
@@ -91,7 +91,7 @@ def wrap(model: Any, setup: TrainingSetup) -> None:
         import transformers
 
         raise SetupError(
-            f"transformers {transformers.__version__} does not divide models as lowtide expects. Install 5.23."
+            f"transformers {transformers.__version__} does not divide models as lowtide expects. Install 5.23 or 5.24."
         ) from None
     dense = init_device_mesh("cpu", (stages, each // tensor, tensor), mesh_dim_names=("pp", "fsdp", "tp"))
     if stages > 1:

@@ -69,6 +69,12 @@ def waiting_bytes(graph: StepGraph, live_bytes: tuple[int, ...]) -> int:
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:
-    """The layers of a stage, as transformers divides them: evenly, and the last has what is left."""
-    each = layers // stages
-    return range(stage * each, layers if stage == stages - 1 else (stage + 1) * each)
+    """The layers of a stage, as the installed transformers divides them.
+
+    Evenly; what is left goes to the last stage up to 5.23, and one each to the first ones from 5.24 on.
+    """
+    from transformers.distributed.pipeline_parallel import PipelineStage
+
+    asked = object.__new__(PipelineStage)  # of no group of processes
+    asked.pp_size = stages
+    return range(*asked.layer_range_for_rank(stage, layers))

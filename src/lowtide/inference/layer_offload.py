@@ -175,7 +175,7 @@ class LayerOffloadCache(DynamicCache):
         place = self._place_of(layer.keys.device)
         away = self._away[index] = place.write(index, [layer.keys, layer.values], kept)
         self.moved_bytes += away.written_bytes
-        layer.keys = layer.values = torch.empty(0, dtype=layer.dtype, device=layer.keys.device)
+        layer.keys, layer.values = layer.keys.new_empty(0), layer.values.new_empty(0)
 
     def _place_of(self, device: torch.device) -> FilePlace | HostPlace:
         if device not in self._places:
