@@ -203,7 +203,7 @@ def test_a_committed_plan_is_checked_with_the_modules_that_grew(capsys, tmp_path
     assert plan(capsys, *args, "--save", saved)[0] == 0
     assert plan(capsys, *args, "--check", saved)[1]["check"]["worse"] == []
 
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"intermediate_size": 768}))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"intermediate_size": 2048}))
     code, body = plan(capsys, *args, "--check", saved, "--tolerance", "0.01")
     worse = {one["what"]: one for one in body["check"]["worse"]}
     assert code == 1 and body["fits"] and worse["peak_bytes"]["modules"][0]["module"] == "model.layers.*.mlp"

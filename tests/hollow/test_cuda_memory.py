@@ -26,14 +26,16 @@ def traced(model, batch, device="h100", **options):
 
 def test_each_thread_that_multiplies_keeps_a_workspace():
     batch = torch.randn(8, 64)
+    threads = 0 if kept_workspaces.are_given_back() else 2  # from PyTorch 2.15 on nobody keeps one
 
-    assert traced(nn.Linear(64, 64), batch).resident["workspaces"] == 2 * 32 * MIB
-    assert traced(nn.Linear(64, 64), batch, "a100-80gb").resident["workspaces"] == 2 * 8519680
+    assert traced(nn.Linear(64, 64), batch).resident["workspaces"] == threads * 32 * MIB
+    assert traced(nn.Linear(64, 64), batch, "a100-80gb").resident["workspaces"] == threads * 8519680
     assert traced(nn.LayerNorm(64), batch).resident["workspaces"] == 0
     assert traced(nn.Linear(64, 64), batch, "cpu").resident.get("workspaces") is None
 
 
 def test_a_forward_pass_alone_that_multiplies_keeps_one(monkeypatch):
+    monkeypatch.setattr(kept_workspaces, "are_given_back", lambda: False)
     graph = traced(nn.Linear(64, 64), torch.randn(8, 64), "cpu")
     target = target_of("h100")
 
