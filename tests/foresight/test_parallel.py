@@ -1,6 +1,7 @@
 """Ranks that divide layers, tokens, experts or stages: what each holds, and what cannot be divided."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,11 @@ MIXTRAL = LLAMA | {"model_type": "mixtral", "num_hidden_layers": 2, "num_local_e
 H100 = device_named("h100")
 ATTENTION, MLP, EMBEDDING = 64 * 64 * 2 + 64 * 32 * 2, 3 * 64 * 192, 1000 * 64
 HIDDEN_BYTES = 2 * 64 * 64  # of one sequence of 64 tokens in bfloat16
+
+divides = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="transformers before 5.23 divides no model as lowtide expects: refused by name",
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +72,7 @@ def peak_of_plain_step(graph):
     return lowtide.solve(later, costs, method="none").predicted_peak_bytes - graph.resident_bytes
 
 
+@divides
 def test_a_tensor_parallel_rank_holds_what_the_plan_of_transformers_leaves_it(llama):
     half = llama.facts(setup(tensor_parallel=2))
 
@@ -81,6 +88,7 @@ def test_a_tensor_parallel_rank_holds_what_the_plan_of_transformers_leaves_it(ll
 
 
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}, {"chunk_loss": True}])
+@divides
 def test_an_embedding_that_is_the_head_is_divided_once(tmp_path, options):
     subject = subject_named(written(tmp_path, LLAMA | {"tie_word_embeddings": True, "num_hidden_layers": 1}))
     facts = subject.facts(setup(tensor_parallel=2, **options))
@@ -90,6 +98,7 @@ def test_an_embedding_that_is_the_head_is_divided_once(tmp_path, options):
     assert subject.trace(setup(tensor_parallel=2, **options)).ops
 
 
+@divides
 def test_sequence_parallel_ranks_keep_a_part_of_the_tokens_between_layers(llama):
     tensor, tokens = (
         llama.trace(setup(tensor_parallel=2, sequence_parallel=divides, batch_size=4)) for divides in (False, True)
@@ -104,6 +113,7 @@ def test_sequence_parallel_ranks_keep_a_part_of_the_tokens_between_layers(llama)
     assert stored[0] - stored[1] >= 10 * 4 * HIDDEN_BYTES // 2
 
 
+@divides
 def test_expert_parallel_ranks_hold_whole_experts_and_exchange_tokens(mixtral):
     whole = mixtral.facts(setup())
     divided = setup(expert_parallel=4, data_parallel=4)
@@ -120,6 +130,7 @@ def test_expert_parallel_ranks_hold_whole_experts_and_exchange_tokens(mixtral):
     assert {tuple(s["args"][0]["t"]) for s in rows} == {(2 * 64, 64)}
 
 
+@divides
 def test_fully_sharded_experts_have_fewer_replicas_than_the_rest(mixtral):
     divided = setup(expert_parallel=2, data_parallel=4, sharding="fsdp")
     facts = mixtral.facts(divided)
@@ -129,6 +140,7 @@ def test_fully_sharded_experts_have_fewer_replicas_than_the_rest(mixtral):
     assert rank_memory(facts, divided).parameters == pytest.approx(2 * (rest / 4 + experts / 2), rel=0.01)
 
 
+@divides
 def test_fully_sharded_experts_of_one_rank_are_copied_and_nothing_of_them_is_on_its_way(mixtral):
     """A copy and two gradients: what the allocator counts of FSDP2 blocks on a process group of one rank."""
     shared, alone = (setup(expert_parallel=n, data_parallel=4, sharding="fsdp") for n in (2, 4))
@@ -139,6 +151,7 @@ def test_fully_sharded_experts_of_one_rank_are_copied_and_nothing_of_them_is_on_
     assert rank_memory(of_one, alone).gathered - rest == 3 * layer // 4
 
 
+@divides
 def test_what_only_one_rank_has_is_neither_reduced_nor_divided_among_replicas(mixtral):
     divided = setup(expert_parallel=4, data_parallel=4)
     facts = mixtral.facts(divided)
@@ -156,6 +169,7 @@ def test_what_only_one_rank_has_is_neither_reduced_nor_divided_among_replicas(mi
 FIRST, LAST = ((0, 1), (2, 4)) if Version(transformers.__version__) < Version("5.24") else ((0, 2), (3, 4))
 
 
+@divides
 def test_stages_of_a_pipeline_make_up_the_model_and_the_first_holds_most_micro_batches(llama):
     divided = setup(pipeline_parallel=2, accumulate=4)
     stages = [llama.facts(replace(divided, stage=stage)) for stage in (0, 1)]
@@ -170,6 +184,7 @@ def test_stages_of_a_pipeline_make_up_the_model_and_the_first_holds_most_micro_b
     assert forecast.peak_bytes == max((s.peak_bytes for s in forecast.stages), key=lambda peak: peak.expected)
 
 
+@divides
 def test_each_micro_batch_that_waits_adds_what_its_forward_leaves(llama):
     one, two, more = (
         Forecaster(llama).forecast(setup(pipeline_parallel=2, stage=0, accumulate=count), budget=None)
@@ -186,6 +201,7 @@ def test_each_micro_batch_that_waits_adds_what_its_forward_leaves(llama):
     assert more.peak_bytes == two.peak_bytes  # no more than two are on their way through two stages
 
 
+@divides
 def test_a_pipeline_with_little_memory_recomputes_where_micro_batches_wait(llama):
     divided = TrainingSetup(H100, seq_len=256, batch_size=8, pipeline_parallel=5, accumulate=8)
     plain = Forecaster(llama).forecast(replace(divided, stage=0), budget=None)
@@ -197,6 +213,7 @@ def test_a_pipeline_with_little_memory_recomputes_where_micro_batches_wait(llama
     assert forecast.by_part["micro_batches_that_wait"] < plain.by_part["micro_batches_that_wait"]
 
 
+@divides
 def test_a_stage_that_is_tensor_parallel_leaves_out_what_others_have(llama, monkeypatch):
     divided = setup(pipeline_parallel=2, tensor_parallel=2, sequence_parallel=True)
     for stage in (0, 1):
@@ -207,6 +224,7 @@ def test_a_stage_that_is_tensor_parallel_leaves_out_what_others_have(llama, monk
         llama.facts(replace(divided, stage=0, precision="fp32"))
 
 
+@divides
 def test_pipelines_wait_while_they_fill_and_drain(llama):
     few, many = (
         Forecaster(llama).forecast(setup(pipeline_parallel=2, accumulate=count, optimizer="none"), budget=None)
@@ -216,6 +234,7 @@ def test_pipelines_wait_while_they_fill_and_drain(llama):
     assert many.step_ms.expected == pytest.approx(few.step_ms.expected * (9 + 1) / (1 + 1))
 
 
+@divides
 def test_what_ranks_send_is_counted_by_kind(llama):
     graph = llama.trace(setup(tensor_parallel=2))
     sent = collective_bytes(graph, setup(tensor_parallel=2))
@@ -224,6 +243,7 @@ def test_what_ranks_send_is_counted_by_kind(llama):
     assert max(sent) == 64 * 1000 * 2 / 2  # logits, gathered
 
 
+@divides
 def test_a_crash_of_transformers_names_model_and_degrees(llama, monkeypatch):
     from transformers.distributed import tensor_parallel
 
@@ -240,6 +260,13 @@ def test_a_crash_of_transformers_names_model_and_degrees(llama, monkeypatch):
         "--tensor-parallel 2 --pipeline-parallel 2: AssertionError: no such mesh\nPass other degrees, or none."
     )
     assert isinstance(caught.value.__cause__, AssertionError) and not dist.is_initialized()
+
+
+def test_a_transformers_that_divides_no_models_is_refused_by_name(llama, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)  # as before 5.23
+
+    with pytest.raises(SetupError, match=r"does not divide models as lowtide expects\. Install 5\.23 or 5\.24"):
+        llama.facts(setup(tensor_parallel=2, precision="fp32"))
 
 
 def test_counts_that_other_ranks_send_are_those_that_this_one_keeps():
@@ -281,6 +308,7 @@ def test_sizes_that_contradict_are_named(capsys, tmp_path, config, args, words):
     assert code == 2 and body["status"] == "bad_usage" and words in body["error"]
 
 
+@divides
 def test_the_answer_names_the_worst_rank_and_every_stage(capsys, tmp_path):
     args = ["plan", "--model", written(tmp_path, LLAMA), "--device", "h100", "--seq-len", "64", "--no-limits",
             "--tensor-parallel", "2", "--pipeline-parallel", "2", "--accumulate", "4"]  # fmt: skip
