@@ -26,7 +26,7 @@ def step():
     optimizer.step()
     optimizer.zero_grad()
 
-fit = lowtide.fit(critic, budget="60%", optimizer=optimizer, offload=lowtide.Offload(host_budget=None))
+fit = lowtide.fit(critic, budget="60%", optimizer=optimizer)
 why_not = []
 for _ in range(2):
     step()

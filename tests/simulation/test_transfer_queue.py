@@ -91,3 +91,13 @@ class OneBackwardOnly(TransferQueue):
 )  # fmt: skip
 def test_a_queue_without_one_of_the_rules_says_something_else(broken):
     assert schedule(broken(30, FETCH_AT)) != (SENT, FIRST, SECOND)
+
+
+def test_a_backward_that_begins_while_fetches_are_to_come_is_part_of_the_same_step():
+    queue = TransferQueue(30, {})
+    queue.begin_backward({1: 3, 2: 1})  # under create_graph: the rest of forward sends more
+    first = [list(queue.on_unpack().fetch) for _ in range(2)]
+    queue.begin_backward({1: 3, 2: 1, 3: 4})
+
+    assert first == [[], [2]]
+    assert [list(queue.on_unpack().fetch) for _ in range(3)] == [[], [1], [3]]

@@ -4,8 +4,9 @@
 - At most ``max_inflight_bytes`` are in flight: before one more storage is sent, the oldest copies settle. A storage
   larger than that travels alone.
 - When backward unpacks anything, all copies still in flight settle. (Only the first unpack finds any.)
-- Then the fetches start whose unpack number (``Moves.fetch_at``) has been reached. Of several due at once the storage
-  made last goes first, because backward needs it first. A storage without a number is fetched when it is needed.
+- Then the fetches start whose unpack number (``Moves.fetch_at``), counted over all backwards of the step, has been
+  reached. Of several due at once the storage made last goes first, because backward needs it first. A storage without a
+  number is fetched when it is needed.
 
 The queue counts bytes and unpacks, never time. So memory does not depend on the speed of a link.
 """
@@ -39,12 +40,18 @@ class TransferQueue:
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight: deque[tuple[int, int]] = deque()  # storage, bytes; the oldest first
         self._inflight_bytes = 0
+        self._num_unpacks = 0
         self.begin_backward(fetch_at)
 
     def begin_backward(self, fetch_at: Mapping[int, int]) -> None:
-        """Count unpacks from 0 again, with all fetches of ``fetch_at`` still to come."""
-        self._num_unpacks = 0
-        self._due = deque(sorted((unpack, -storage) for storage, unpack in fetch_at.items()))
+        """While fetches of ``fetch_at`` are to come, this is another backward of the same step, and the count goes on.
+
+        (A step has several under ``create_graph`` or ``retain_graph``.) Else unpacks are counted from 0 again.
+        """
+        if all(unpack < self._num_unpacks for unpack in fetch_at.values()):
+            self._num_unpacks = 0
+        to_come = ((unpack, -storage) for storage, unpack in fetch_at.items() if unpack >= self._num_unpacks)
+        self._due = deque(sorted(to_come))
 
     def send(self, storage: int, size_bytes: int) -> Sequence[int]:
         """A copy of ``storage`` is about to start. Returns the storages that settle before it does."""
