@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,7 @@ def net(shard: Callable[..., None] = sharded_training.each_layer, **options: Any
 def step(model: nn.Module, between: Callable[[], Any] = int) -> tuple[str, int]:
     """One step from the same random state: the bits of its loss and gradients, and its peak."""
     torch.manual_seed(3)
+    gc.collect()  # a model of before that goes meanwhile would count as freed by the step
     with measuring(torch.get_default_device()) as counter:
         loss = model(IDS)
         between()
