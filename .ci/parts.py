@@ -53,7 +53,7 @@ PARTS = (
     Part("the quick tests on another PyTorch", 2.5, ("make", "--no-print-directory", "test-other-torch")),
     Part("thorough tests of plans", 2.0, (*PYTEST, "-m", "thorough", *WITH_PLANS)),
     Part("thorough tests in processes", 5.0, (*PYTEST, "-m", "thorough", *WITH_PROCESSES)),
-    Part("other thorough tests", 3.0, (*PYTEST, "-m", "thorough", *rest_of(*WITH_PLANS, *WITH_PROCESSES))),
+    Part("other thorough tests", 6.0, (*PYTEST, "-m", "thorough", *rest_of(*WITH_PLANS, *WITH_PROCESSES))),
     Part("slow tests on the accelerator", 2.5, (*PYTEST, "-m", "accelerator and slow")),
     Part("slow tests of plans", 2.0, (*PYTEST, "-m", "slow and not thorough", *WITH_PLANS)),
     Part("slow tests in processes", 10.0, (*PYTEST, "-m", "slow and not thorough", *WITH_PROCESSES)),
