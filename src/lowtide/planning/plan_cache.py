@@ -5,8 +5,8 @@ and its options, which tiers may be used, the device, and the versions of lowtid
 of ops, which differ from run to run, and how much of a tier is free. They decide whether a plan is *good*. They are
 kept beside the plan and compared when it is found: a plan that was made when other ops took the time serves only until
 another one is made (a machine that does other work measures other times), and one that moves more than a tier has room
-for is not used. Before a plan is used, the simulator judges it on the graph at hand, so an
-entry that is wrong costs time and no memory. Known weakness: that a tier has more room now is not noticed.
+for is not used. Before a plan is used, the simulator judges it on the graph at hand, so an entry that is wrong costs
+time and no memory. Known weakness: that a tier has more room now is not noticed.
 
 **What is in a plan that was found.** The decisions are those of ``solve``. Its predicted times are those of the run
 that planned.
@@ -177,9 +177,11 @@ def _why_no_room(request: PlanRequest, plan: Plan) -> str:
 
 
 def _check_fits(request: PlanRequest, plan: Plan, costs: Costs) -> None:
-    """Raises:
-    ValueError: the graph has other ops than ``costs``, or the plan takes more than its budget there.
-    PlanMismatchError: the graph does not allow what the plan decides.
+    """Judge ``plan``, made with ``costs``, on the graph at hand.
+
+    Raises:
+        ValueError: the graph has other ops than ``costs``, or the plan takes more than its budget there.
+        PlanMismatchError: the graph does not allow what the plan decides.
     """
     now = request.costs
     if len(costs.op_ms) != len(now.op_ms):
