@@ -198,8 +198,6 @@ def test_a_watched_fit_has_the_bits_of_plain_training(device, order, autocast):
 
 
 def test_what_the_caller_holds_of_a_watched_step_counts_once(device):
-    gc.collect()
-    others = torch.accelerator.memory_allocated()  # of tests before this one
     model, batch = residual().blocks[0].to("standin"), batch_on(rows=1024)
     held = torch.empty(MIB, dtype=torch.uint8, device="standin")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -212,11 +210,14 @@ def test_what_the_caller_holds_of_a_watched_step_counts_once(device):
     step()
     optimizer.step()
     with lowtide.fit(model, budget=MIB << 10, optimizer=optimizer, offload=NO_HOST) as fit:
+        before_bytes = torch.accelerator.memory_allocated()
         outputs = step()
         fit.wait()
         (planned,) = fit._lifecycle.plans_by_shape.plans
 
-    assert outputs.nbytes > 0 and planned.graph.resident["other"] == others + held.nbytes
+    resident = planned.graph.resident
+    assert outputs.nbytes > 0 and resident["other"] >= held.nbytes
+    assert sum(resident.values()) == before_bytes, resident
 
 
 def test_what_others_hold_is_in_the_budget_of_a_watched_step(device):
