@@ -144,6 +144,7 @@ def test_casts_of_an_outer_autocast_region_are_let_go_before_backward(device, mo
         return lowtide.simulate(graph, lowtide.Costs((0.0,) * len(graph.ops)), {}).peak_bytes
 
     as_loops_do = peak()
+    assert not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
     monkeypatch.setattr("lowtide.tracing.tracer.outside_autocast", nullcontext)
     assert as_loops_do < peak()
 

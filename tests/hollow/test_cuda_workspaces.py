@@ -70,7 +70,7 @@ def test_the_table_has_every_formula_and_calls_that_need_memory():
         (attention_workspaces, "_rounded_width", lambda width: width),
         (cuda_workspaces, "_is_taken_by_blas", lambda matrix: True),
         (cuda_workspaces, "_SMALL_EMBEDDING", 1 << 30),
-        (cuda_workspaces, "_copy", lambda value, target: 0),
+        (cuda_workspaces, "_copy", lambda value, target, memory_format=None: 0),
     ],
 )
 def test_each_formula_is_seen_by_the_table(monkeypatch, module, name, broken):
@@ -116,3 +116,18 @@ def test_cudnn_takes_what_nobody_tells():
         assert workspace_bytes(torch.ops.aten.convolution.default, args, target_of("h100")) == 0
     with cudnn(False):
         assert workspace_bytes(torch.ops.aten.convolution.default, args, target_of("h100")) == 16 * 9 * 32 * 32 * 4
+
+
+def test_a_convolution_copies_what_comes_in_another_memory_format():
+    """A gradient from a sequence of patches has its channels last, whatever the image and the kernel have."""
+    x, weight = torch.empty(8, 4, 32, 32, device="meta"), torch.empty(32, 4, 4, 4, device="meta")
+    grad = torch.empty(8, 64, 32, device="meta").transpose(1, 2).view(8, 32, 8, 8)
+    rest = ([32], [4, 4], [0, 0], [1, 1], False, [0, 0], 1, [False, True, True])
+    last, backward = {"memory_format": torch.channels_last}, torch.ops.aten.convolution_backward.default
+
+    with cudnn(True):
+        found = [
+            workspace_bytes(backward, (grad, *given, *rest), target_of("h100"))
+            for given in ((x, weight), (x.to(**last), weight), (x.double(), weight.double().to(**last)))
+        ]
+    assert found == [grad.nbytes, weight.nbytes, grad.nbytes + 2 * weight.nbytes]

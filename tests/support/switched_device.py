@@ -1,14 +1,15 @@
 """The whole suite with another default device: what ``pytest --device standin`` does, and what is left out there.
 
 Two devices are known: ``standin``, the tests' own accelerator, and ``cuda``, PyTorch's CUDA build on its stand-in. A
-test that names no device then makes its tensors there, where streams run late. ``LEFT_OUT`` has the tests that cannot
-run so, by the beginning of their id, each with its reason; ``LEFT_OUT_OF_CUDA`` has more. For those in ``MODEL_ALONE``
-the allocator does not tell what else is allocated, steps are counted from their start, and segments grow, so that every
-block is split.
+test that names no device then makes its tensors there, where streams run late. ``not_on_the_accelerator`` has the tests
+that cannot run so, by the beginning of their id, each with its reason, and those that run on the CPU beside the device.
+For those in ``MODEL_ALONE`` the allocator does not tell what else is allocated, steps are counted from their start, and
+segments grow, so that every block is split.
 """
 
 import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from accelerator.build import NoCompilerError
 from accelerator.schedules import LATE
-from support.not_on_the_accelerator import LEFT_OUT, LEFT_OUT_OF_CUDA, MODEL_ALONE
+from support.not_on_the_accelerator import LEFT_OUT, LEFT_OUT_OF_CUDA, LEFT_OUT_OF_STANDIN, MODEL_ALONE, ON_THE_CPU
 
 from lowtide import api
 from lowtide.device import allocation_counter, memory
@@ -37,6 +38,8 @@ class FromItsStart(allocation_counter.AllocationWindow):
             self.is_of_host, self._start = True, memory.allocated_bytes(device) or 0
 
 
+_usable = api.usable
+_MEASURE = (allocator.peak_bytes, allocator.measuring)
 _MODULES = {"standin": "accelerator.device", "cuda": "support.cuda_device"}
 
 
@@ -51,17 +54,31 @@ def switch_to(name: str) -> ModuleType:
     except NoCompilerError as error:
         raise pytest.UsageError(f"--device {name}: {error}") from error
     # Fits that name no tier have none, as on a CPU: their tests count what is recomputed. tests/accelerator offloads.
-    usable = api.usable
-    api.usable = lambda device, policy: {} if policy.is_automatic else usable(device, policy)
+    api.usable = lambda device, policy: {} if policy.is_automatic else _usable(device, policy)
     torch.set_default_device(name)
-    for measure in (allocator.peak_bytes, allocator.measuring):  # tests that name no device mean the default
+    for measure in _MEASURE:  # tests that name no device mean the default
         measure.__defaults__ = tuple(name if default == "cpu" else default for default in measure.__defaults__ or ())
     return device
 
 
+@contextmanager
+def on_the_cpu(name: str) -> Iterator[None]:
+    """Inside, all is as if nobody had switched."""
+    torch.set_default_device(None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "usable", _usable)
+        for measure in _MEASURE:
+            defaults = tuple("cpu" if default == name else default for default in measure.__defaults__ or ())
+            patch.setattr(measure, "__defaults__", defaults)
+        try:
+            yield
+        finally:
+            torch.set_default_device(name)
+
+
 def reason_to_leave_out(node_id: str, device: str) -> str:
     """Why this test cannot run with the default device switched to ``device``; "" if it can."""
-    reasons = LEFT_OUT | LEFT_OUT_OF_CUDA if device == "cuda" else LEFT_OUT
+    reasons = LEFT_OUT | (LEFT_OUT_OF_CUDA if device == "cuda" else LEFT_OUT_OF_STANDIN)
     return next((reason for start, reason in reasons.items() if node_id.startswith(start)), "")
 
 
@@ -83,7 +100,11 @@ class Switched:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        alone = item.nodeid.removeprefix("tests/").startswith(MODEL_ALONE)
+        node_id, name = item.nodeid.removeprefix("tests/"), self._device.NAME
+        if node_id.startswith(tuple(ON_THE_CPU)):
+            with on_the_cpu(name):
+                return (yield)
+        alone = node_id.startswith(MODEL_ALONE)
         with pytest.MonkeyPatch.context() as patch, self._device.expandable_segments(alone):
             # The peak statistic of tests before is not this one's, nor what could not be given back of it.
             memory._forgotten.clear()

@@ -118,6 +118,18 @@ def test_what_is_larger_than_all_watched_steps_is_watched_even_where_it_should_f
         assert "not as derived from other lengths" in reasons_of(fit)
 
 
+def test_plans_that_served_no_step_keep_no_shape_from_being_compared_with_what_it_follows_from():
+    ours = Jumping(lambda rows: rows > 150)
+    with lowtide.fit(ours, budget=10 * budget_of(ours, 160)) as fit:
+        for rows in (64, 80, 96):
+            learn(ours, fit, (rows,))
+        plans = fit._lifecycle.plans_by_shape
+        assert plans._in_vain >= 3 and plans._num_steps % 8 != 7
+        learn(ours, fit, (160,))
+
+        assert "not as derived from other lengths" in reasons_of(fit)
+
+
 def test_a_planners_first_answer_and_its_last_are_one_plan(model, budget):
     """On a slow machine each comes by itself; three plans that serve no step would end the recording of steps."""
     with lowtide.fit(model, budget=budget) as fit:

@@ -47,8 +47,8 @@ def workspace_bytes(func: Any, args: tuple, target: TargetDevice) -> int:
 # -- copies
 
 
-def _copy(value: Any, target: TargetDevice) -> int:
-    if not isinstance(value, torch.Tensor) or value.is_contiguous():
+def _copy(value: Any, target: TargetDevice, memory_format: torch.memory_format = torch.contiguous_format) -> int:
+    if not isinstance(value, torch.Tensor) or value.is_contiguous(memory_format=memory_format):
         return 0
     return target.in_blocks(value.numel() * value.itemsize)
 
@@ -240,22 +240,36 @@ def _convolution(first: int) -> Rule:
     """``NaiveConvolution*.cu``: the columns of one sample, unless each is a pixel, or a channel has its own kernel.
 
     Where cuDNN is on, as it is unless ``torch.backends.cudnn.enabled`` is off, it takes a workspace that nobody tells.
+    Either takes images, kernels and gradients in one memory format, and copies what comes in another: the gradient of
+    patches that a transformer takes as a sequence always does.
     """
 
     def rule(args: tuple, target: TargetDevice) -> int:
         x, weight = args[first], args[first + 1]
         stride, padding, dilation, transposed, _, groups = args[first + 3 : first + 9]
-        if torch.backends.cudnn.enabled or transposed or groups > 1 or not x.numel():
+        if not x.numel():
             return 0
+        copies = sum(_copy(t, target, _memory_format(x, weight)) for t in args[: first + 2])
+        if torch.backends.cudnn.enabled or transposed or groups > 1:
+            return copies
         kernel, pixels = weight.shape[2:], list(x.shape[2:])
         for i, size in enumerate(pixels):
             step, pad, wide = (v[i if len(v) > 1 else 0] for v in (stride, padding, dilation))
             pixels[i] = (size + 2 * pad - wide * (kernel[i] - 1) - 1) // step + 1
         if first == 0 and all(k == 1 for k in kernel) and set(stride) == {1} and not any(padding):
-            return 0  # backward has columns all the same
-        return target.in_blocks(x.shape[1] * math.prod(kernel) * math.prod(pixels) * x.itemsize)
+            return copies  # backward has columns all the same
+        return copies + target.in_blocks(x.shape[1] * math.prod(kernel) * math.prod(pixels) * x.itemsize)
 
     return rule
+
+
+def _memory_format(x: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """``cudnn_conv_suggest_memory_format``: channels last if either is, and not in double precision."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is None or not torch.backends.cudnn.enabled or x.dtype == torch.float64:
+        return torch.contiguous_format
+    is_last = any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, weight))
+    return last if is_last else torch.contiguous_format
 
 
 _RULES: dict[str, Rule] = {

@@ -174,17 +174,19 @@ class _Counting(TorchDispatchMode):
 class _HostTensors(TorchFunctionMode):
     """What lies on the host, though hollow tensors of a device are on the CPU as well.
 
-    A factory that is told no device makes its tensor there, as ``torch.zeros(())`` for a step's number, and so does one
-    that is told ``"cpu"``: a parameter's device comes as a ``torch.device``. ``.to(...)`` brings it to the device.
+    A factory that is told no device makes its tensor there, as ``torch.zeros(())`` for a step's number, unless the
+    default device is another; so does one that is told ``"cpu"``: a parameter's device comes as a ``torch.device``.
+    ``.to(...)`` brings it to the device.
     """
 
-    def __init__(self, counting: _Counting) -> None:
+    def __init__(self, counting: _Counting, default: torch.device) -> None:
         super().__init__()
         self._counting = counting
+        self._on_host = ("cpu",) if is_accelerator(default) else (None, "cpu")
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in FACTORIES and (device := kwargs.get("device")) in (None, "cpu") and not isinstance(device, _DEVICE):
+        if func in FACTORIES and (device := kwargs.get("device")) in self._on_host and not isinstance(device, _DEVICE):
             with self._counting.on_the_host():
                 made = func(*args, **kwargs)
             mark_on_host(made)
@@ -276,6 +278,7 @@ def _rehearsed(
     """(live bytes after the optimizer's first step, the most that a step takes beside them)."""
     on_cuda = kernels == "cuda"
     first, later = (_Counting(block_bytes, counts_scalars=on_cuda) for _ in range(2))
+    default = torch.get_default_device()
     with ExitStack() as stack:
         stack.enter_context(torch.device("cpu"))  # where hollow tensors are, whatever the default device is
         stack.enter_context(outside_autocast())
@@ -286,14 +289,14 @@ def _rehearsed(
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # of the CPU, where there is none
         stack.enter_context(_Hollow(kernels, untouched))
         stack.enter_context(_capturable_here(kind) if on_cuda else nullcontext())
-        with first, _HostTensors(first) if on_cuda else nullcontext():
+        with first, _HostTensors(first, default) if on_cuda else nullcontext():
             optimizer = make()  # some make their state here
             if on_cuda:
                 _choose_lists(kind, optimizer.param_groups)
                 _page(optimizer, first)
             _step(optimizer)
         state_bytes = first.live_bytes
-        with later, _HostTensors(later) if on_cuda else nullcontext():
+        with later, _HostTensors(later, default) if on_cuda else nullcontext():
             _step(optimizer)
     return state_bytes, max(later.peak_bytes, first.peak_bytes - state_bytes)
 

@@ -141,10 +141,11 @@ class PlansByShape:
         """Whether a watched step of ``shape`` should be recorded.
 
         Where plan after plan serves no step, since each is of another shape, few are: recording costs more than a step.
+        A shape that follows from others is no such: its plan is made anyhow, and this step is what it is compared with.
         """
         if shape in self._refused or shape.pattern in self._unsteady:
             return False
-        if self._in_vain >= _MOST_IN_VAIN and self._num_steps % _THEN_EVERY:
+        if self._in_vain >= _MOST_IN_VAIN and self._num_steps % _THEN_EVERY and not self._is_family_shape(shape):
             return False
         return not self._is_waiting_for(shape) or self._statistics.wants(shape)
 
