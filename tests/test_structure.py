@@ -174,8 +174,9 @@ CUDA_ALONE = {
     "device.out_of_memory": ("cuBLAS and cuDNN",),  # whose errors have no class of their own
     "device.kept_workspaces": ("cuBLAS keeps a workspace", "_clearCublasWorkspaces"),
     "device.numeric_flags": ("cuDNN's", "cudnn", "_get_cublas_", '("cuda", '),
-    "pytorch_internals": ("_get_cudnn_", "_get_cublas_"),  # of the flags that decide bits
+    "pytorch_internals": ("_get_cudnn_", "_get_cublas_", "_use_cudnn_"),  # of the flags that decide bits
     "device.vendor_kernels": ("cudnn", "miopen"),
+    "step.ctc_lengths": ("cuDNN would take", "_use_cudnn_ctc_loss"),
     "device.pinning": ('accelerator_type() == "cuda"', "torch.cuda.cudart()", 'torch.ones(1, device="cuda")'),
 }
 # They plan for CUDA's kernels on a machine without them, and run none. So do all of ``hollow`` and ``pretending``.

@@ -57,7 +57,8 @@ def test_traced_peaks_are_counted_peaks(kind, variant, attention):
         assert line["traced_peak_bytes"] == line["counted_peak_bytes"], line
 
 
-@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"])
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
+                                  "binary_cross_entropy_with_logits"])  # fmt: skip
 def test_a_mean_of_losses_holds_what_its_kernel_leaves_behind_it(monkeypatch, name):
     """In backward too: a mean that lies in the memory of all losses keeps that."""
     model, batch = nn.Linear(64, 512), torch.randn(2048, 64)

@@ -236,6 +236,11 @@ def _loss_of_logits(args: tuple, target: TargetDevice) -> int:
     return 2 * each + max(_mean_of_all(args[0], target), factors)
 
 
+def _soft_margin_backward(args: tuple, target: TargetDevice) -> int:
+    """``Loss.cpp``: negative targets, their products and exponentials, all before the gradient."""
+    return 2 * target.in_blocks(args[1].numel() * args[1].itemsize)
+
+
 def _convolution(first: int) -> Rule:
     """``NaiveConvolution*.cu``: the columns of one sample, unless each is a pixel, or a channel has its own kernel.
 
@@ -318,6 +323,7 @@ _RULES: dict[str, Rule] = {
     "aten.huber_loss": _mean_loss,
     "aten.binary_cross_entropy": _mean_in_place(3),
     "aten.soft_margin_loss": _mean_in_place(2),
+    "aten.soft_margin_loss_backward": _soft_margin_backward,
     "aten.binary_cross_entropy_with_logits": _loss_of_logits,
     "aten.convolution": _convolution(0),
     "aten.convolution_backward": _convolution(1),

@@ -20,6 +20,8 @@ import torch.autograd as autograd
 import torch.autograd.graph as autograd_graph
 from torch._C import _current_graph_task_id as graph_task
 
+from lowtide.step import ctc_lengths
+
 _DETACH = torch.ops.aten.detach.default
 _NAME = "_engine_run_backward"  # in both modules
 
@@ -78,6 +80,7 @@ def observe(observer: BackwardObserver, *, first: bool = False) -> Callable[[], 
     if not _observers:
         _entry = vars(autograd_graph)[_NAME]
         _set(_run_backward)
+        ctc_lengths.put_in_place()
     reference = weakref.ref(observer, _forget)
     _observers.insert(0 if first else len(_observers), reference)
     return partial(_forget, reference)
@@ -86,6 +89,8 @@ def observe(observer: BackwardObserver, *, first: bool = False) -> Callable[[], 
 def _forget(reference: weakref.ref[BackwardObserver]) -> None:
     if _observers and reference in _observers:  # None when the interpreter ends
         _observers.remove(reference)
+        if not _observers:
+            ctc_lengths.take_away()
         # Whoever has wrapped the wrapper meanwhile keeps it; without observers it only passes on.
         if not _observers and vars(autograd_graph)[_NAME] is _run_backward:
             _set(_entry)

@@ -9,6 +9,7 @@ from support.online_steps import under
 from torch import nn
 
 import lowtide
+from lowtide.device.block_size import in_blocks
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.step.operators import storage_of
 from lowtide.tape.online import room
@@ -57,7 +58,9 @@ def test_at_first_sight_an_op_is_expected_to_make_what_it_makes(func, args, kwar
 )
 def test_at_first_sight_a_loss_is_expected_to_take_what_its_kernel_takes(func):
     args = torch.rand(512, 64), torch.rand(512, 64)
-    assert peak_bytes(lambda: func(*args)) == pytest.approx(expected(func, *args), rel=0.001)
+    # A device's thread of autograd may let go meanwhile of what it holds of a backward before.
+    number_bytes = in_blocks(1, torch.get_default_device().type)
+    assert peak_bytes(lambda: func(*args)) == pytest.approx(expected(func, *args), rel=0.001, abs=number_bytes)
 
 
 def test_views_and_writes_in_place_make_nothing():

@@ -1,0 +1,63 @@
+"""A CTC loss whose lengths lie on the host trains on a device as without lowtide."""
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.step import ctc_lengths
+
+CLASSES, ROWS, STEPS = 32, 8, 64
+
+
+def trained(device, fits, lengths_on, int32=False):
+    """Losses and weights; a plan is in force from the second step on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, CLASSES)).to(device)
+    batch = torch.randn(STEPS, ROWS, 64, device=device)
+    targets = torch.randint(1, CLASSES, (10 * ROWS,), dtype=torch.int32, device="cpu" if int32 else device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fit = lowtide.fit(model, budget="1GiB", optimizer=optimizer) if fits else None
+    losses = []
+    for _ in range(4):
+        lengths = torch.full((ROWS,), 10) if int32 else torch.randint(5, 10, (ROWS,))
+        inputs = torch.full((ROWS,), STEPS)
+        scores = model(batch).log_softmax(-1)
+        given = targets if int32 else targets.view(ROWS, 10)
+        loss = nn.functional.ctc_loss(scores, given, *(t.to(lengths_on) for t in (inputs, lengths)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if fit is not None:
+            fit.wait()
+    if fit is not None:
+        assert fit.status().planned_steps == 3
+        fit.remove()
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("int32", [False, True], ids=["targets on the device", "targets on the host"])
+@pytest.mark.parametrize("lengths_on", ["cpu", "cuda"])
+def test_a_loss_with_lengths_anywhere_has_the_bits_of_the_plain_one(cuda, lengths_on, int32):
+    plain = trained(cuda, False, lengths_on, int32)
+    assert all(map(torch.equal, plain, trained(cuda, True, lengths_on, int32)))
+    assert torch.ctc_loss is ctc_lengths._own
+
+
+def test_without_it_lengths_on_the_host_are_refused_by_pytorch(cuda, monkeypatch):
+    monkeypatch.setattr(ctc_lengths, "put_in_place", lambda: None)
+    with pytest.raises(RuntimeError, match="same device"):
+        trained(cuda, True, "cpu")
+
+
+def test_what_cudnn_would_take_it_gets_with_numbers(cuda, monkeypatch):
+    """The stand-in has no cuDNN, which takes targets of the host, and other lengths than tensors."""
+    seen = []
+    monkeypatch.setattr(torch, "_use_cudnn_ctc_loss", lambda *args: True)
+    monkeypatch.setattr(ctc_lengths, "_own", lambda *args, **kwargs: seen.append(args))
+    monkeypatch.setattr(ctc_lengths, "num_modes", lambda: 1)
+    lengths = torch.tensor([4, 5])
+    ctc_lengths._ctc_loss(torch.zeros(8, 2, 4, device=cuda), torch.ones(9, dtype=torch.int32), lengths, lengths, 0)
+
+    assert seen[0][2:] == ([4, 5], [4, 5], 0)
