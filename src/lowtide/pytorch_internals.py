@@ -67,8 +67,8 @@ STEPS = Feature(
         "torch._C._dispatch_tls_is_dispatch_key_excluded", "torch._C._dispatch_tls_set_dispatch_key_excluded",
         "torch._C._dispatch_tls_local_include_set", "torch._C._dispatch_tls_local_exclude_set",
         "torch._C._ForceDispatchKeyGuard", "torch._C._AutoDispatchBelowADInplaceOrView", "torch._C._functorch",
-        "torch._C._are_functorch_transforms_active", "torch._functorch.eager_transforms", "torch._ops", "torch._use_cudnn_ctc_loss",
-        "torch._subclasses.fake_tensor",
+        "torch._C._are_functorch_transforms_active", "torch._functorch.eager_transforms", "torch._ops",
+        "torch._use_cudnn_ctc_loss", "torch._subclasses.fake_tensor",
         # Replays: the state that an op ran under, and memory that nobody else holds.
         "torch._C._DisableAutocast", "torch._C._is_any_autocast_enabled",
         "torch._C._get_cudnn_benchmark", "torch._C._get_cudnn_deterministic", "torch._C._get_deterministic_algorithms",
