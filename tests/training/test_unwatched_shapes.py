@@ -8,6 +8,10 @@ import torch
 from support.watched_training import Layered, activation_bytes, batch_of, reasons_of, resident_bytes, same, train
 
 import lowtide
+from lowtide.errors import PlannerFailedError
+from lowtide.planning.plan_request import Answer
+from lowtide.planning.planner_process import PendingPlan
+from lowtide.training.plan_queue import Asked
 from lowtide.training.plans_by_shape import PlansByShape
 from lowtide.training.watched_step import WatchedStep
 
@@ -141,6 +145,24 @@ def test_a_planners_first_answer_and_its_last_are_one_plan(model, budget):
         plans._adopted(asked, planned.plan)
 
         assert plans._in_vain == before + 1
+
+
+@pytest.mark.parametrize("has_first", [True, False])
+def test_where_planning_fails_after_a_first_answer_that_one_stays(model, budget, has_first):
+    with lowtide.fit(model, budget=budget) as fit:
+        learn(model, fit, (96,))
+        plans = fit._lifecycle.plans_by_shape
+        (planned,) = plans.plans
+        if not has_first:
+            plans.plans.clear()
+        pending = PendingPlan()
+        pending.add(Answer(PlannerFailedError("it broke")), "thread")
+        plans._adopt(Asked(planned.shapes, None, pending, first=planned if has_first else None))
+        train(model, [batch_of(96)])
+
+        assert fit.status().in_force == has_first
+        assert ("first plan stays in force: it broke" in reasons_of(fit)) == has_first
+        assert ("no plan for steps like this one, they run online: it broke" in reasons_of(fit)) != has_first
 
 
 def test_a_plan_from_a_wrong_graph_is_given_up_and_nothing_is_derived_any_more():

@@ -580,7 +580,11 @@ class PlansByShape:
             self._tiers.drop(error)
             self._queue.add(asked.shapes, replace(asked.request, offload={}))
         except LowtideError as error:
-            self.refuse(asked.shapes[0], str(error).splitlines()[0])
+            why = str(error).splitlines()[0]
+            if asked.first in self.plans:
+                self._reasons.say(f"the planner's first plan{self._which(asked.shapes[:1])} stays in force: {why}")
+            else:
+                self.refuse(asked.shapes[0], why)
         else:
             made = "found the plan of an earlier run" if pending.source == "cache" else "planned beside training"
             whose = "a shape that follows from others: " if planned.is_derived else ""
