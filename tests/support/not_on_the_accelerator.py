@@ -134,6 +134,8 @@ LEFT_OUT = {
     "tape/test_guards_generators.py::test_checkpointing_leaves_a_generator_to_the_step[PyTorch's]": _GENERATOR,
     "tape/test_opaque_calls_and_memory.py::test_an_error_of_a_backward_in_a_trace": _COMPARED,
     "tape/test_opaque_calls_and_memory.py::test_what_a_backward_frees_is_kept": _NUMPY_CALL,
+    "tape/test_modes_change_no_bits.py::test_a_mode_that_looks_on_changes_no_bit[gru]": _FUSED,
+    "tape/test_modes_change_no_bits.py::test_a_mode_that_looks_on_changes_no_bit[lstm]": _FUSED,
     "tape/test_guards_functions.py::test_a_call_runs_again_bit_for_bit[memory of NumPy]": _NUMPY,
     "tape/test_guards_functions.py::test_a_call_runs_again_bit_for_bit[random]": _NUMPY_CALL,
     "tape/test_guards_functions.py::test_a_model_of_opaque_calls_is_recomputed_as_a_whole": _BLOCKS,
@@ -175,9 +177,14 @@ LEFT_OUT_OF_STANDIN = {
     "hollow/test_peaks.py::test_what_derives_from_real_data": _FORESEEN,
 }
 
-_LIBRARY = "the test needs cuSOLVER, which the stand-in does not have"
+_LIBRARY = "the test needs cuSOLVER or cuFFT, which the stand-in does not have"
+_NEED_LIBRARIES = ("chol", "svdvals", "svd", "eigh", "eigvalsh", "qr", "pinv", "nuc", "n2", "fft")
 _PADDED = "attention there rounds the test's lengths up: sizes follow from those of no other lengths"
 LEFT_OUT_OF_CUDA = {
+    **{
+        f"tape/test_modes_change_no_bits.py::test_a_mode_that_looks_on_changes_no_bit[{name}]": _LIBRARY
+        for name in _NEED_LIBRARIES
+    },
     "device/test_allocation_counter.py::test_a_profiler_that_starts": "PyTorch's profiler does not start on the stand-in",  # noqa: E501
     "device/test_default_device.py::test_other_accelerators": _DEFAULT,
     "doctor/test_gains.py::test_a_tensor_at_the_address_of_a_dead_copy": "no tensor gets that address there",

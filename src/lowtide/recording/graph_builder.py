@@ -98,6 +98,18 @@ class GraphBuilder:
         self.storages.append(Storage(number, size, kind, op, output, fixed))
         return number
 
+    def add_unseen_storage(self, size: int) -> int:
+        """One that a node of backward made while nobody looked on: it counts as made by the op before.
+
+        So does half as much again beside it: ATen's gradient of ``prod`` is a product with a quotient, and has asked
+        before where there are zeros.
+        """
+        last = self.ops[-1]
+        number = self.add_storage(size, "activation", op=last.id, output=len(last.makes), fixed="was made unseen")
+        workspace_bytes = max(last.workspace_bytes, size + size // 2)
+        self.ops[-1] = replace(last, makes=(*last.makes, number), workspace_bytes=workspace_bytes)
+        return number
+
     def fix(self, storage: int, reason: str) -> None:
         """The storage must be saved; of several reasons the first counts."""
         if not self.storages[storage].fixed:

@@ -25,6 +25,7 @@ class LiveStorages:
         self._entries: dict[int, _Entry] = {}
         self._adopted: set[int] = set()
         self._freed: set[int] = set()  # storages that Python has let go while a tape still holds them
+        self.makes_unseen = False  # a node of backward has run unseen
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The id of a tensor's storage; None if it has none yet."""
@@ -47,6 +48,10 @@ class LiveStorages:
             device = storage.device
             is_here = device == self._device or device.type == self._device.type
             size = allocated_bytes(storage) if is_here and not is_on_host(storage) else 0
+            if op is None and self.makes_unseen:
+                number = self._builder.add_unseen_storage(size)
+                self._add(storage, number, (FREE, number))
+                return number
             number = self._builder.add_storage(size, kind, op=op, output=output, fixed=fixed)
             self._add(storage, number, None if op is None else (FREE, number))
         return number

@@ -15,6 +15,7 @@ from lowtide.step import subclasses
 from lowtide.step.data_assignments import DataAssignmentGuard
 from lowtide.step.module_calls import never_compiled
 from lowtide.step.operators import fingerprint, is_wrapper_type
+from lowtide.step.seam import step_aside
 
 _SMALL_BYTES = 1024
 
@@ -98,6 +99,7 @@ class SavedTensorHooks:
             return packed
         if isinstance(packed, subclasses.PackedWrapper):
             return packed.unpack(self.unpack)
+        self._live.makes_unseen |= step_aside()
         self._builder.add_event(UNPACK, packed.saved)
         functions = self._functions
         with self._builder.ignoring_ops(), functions.inspecting():

@@ -229,6 +229,9 @@ class WatchedStep(OnlineTape):
             return packed if saved is None else _RecordedKept(self, packed, saved)
         return packed
 
+    def has_unseen_node(self) -> None:
+        self._storages.makes_unseen = True
+
     @module_calls.never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is _RecordedKept:

@@ -54,7 +54,7 @@ from lowtide.step.operators import (
     written_tensors,
 )
 from lowtide.step.other_hooks import CHECKPOINT, hooks_of_others
-from lowtide.step.seam import HookedMode, insert_mode, is_on, remove_mode
+from lowtide.step.seam import HookedMode, insert_mode, is_on, remove_mode, step_aside
 from lowtide.step.sharding.observer import PauseDuringSharding, ShardingObserver
 from lowtide.step.sharding.windows import NO_WINDOWS, OpenWindows
 from lowtide.step.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
@@ -791,6 +791,9 @@ class OnlineTape(HookedMode):
         return self.handle(claim, tensor)
 
     @module_calls.never_compiled
+    def has_unseen_node(self) -> None:
+        """What the node that runs now makes, nobody sees being made."""
+
     def unpack(self, packed: Any) -> torch.Tensor:
         """The tensor that ``pack`` was given. Called by autograd inside backward.
 
@@ -800,6 +803,8 @@ class OnlineTape(HookedMode):
         """
         if type(packed) is PackedWrapper:
             return packed.unpack(self.unpack)
+        if step_aside():
+            self.has_unseen_node()
         backward = self._seen_backward or self._unseen_backward
         if backward is not None:
             backward.note_unpacking(0 if type(packed) is Kept else packed.claim.number)
