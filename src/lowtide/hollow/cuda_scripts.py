@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.hollow.memory import is_on_host
 from lowtide.hollow.mode import FACTORIES, HollowMode
+from lowtide.step import backward_entry
 
 _CPU = torch.device("cpu")
 
@@ -68,11 +69,7 @@ def cuda_means_cpu(hollow: HollowMode) -> Iterator[None]:
         return dtype_of("cpu" if device_type == "cuda" and is_on("cpu") else device_type)
 
     has_accelerator = torch.accelerator.is_available()
-    run_engine, mode = torch.autograd._engine_run_backward, _CudaIsCpu(hollow)
-
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        with mode:  # off inside ``Tensor.backward``; checkpoints run the script's forward again
-            return run_engine(*args, **kwargs)
+    mode = _CudaIsCpu(hollow)
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -85,9 +82,7 @@ def cuda_means_cpu(hollow: HollowMode) -> Iterator[None]:
             get_autocast_dtype=get_autocast_dtype,
             get_autocast_gpu_dtype=lambda: get_autocast_dtype("cuda"),
         ),
-        # both: whoever observes backward puts what it finds in the second one into both
-        patch.object(torch.autograd, "_engine_run_backward", run_backward),
-        patch.object(torch.autograd.graph, "_engine_run_backward", run_backward),
+        backward_entry.runs_within(mode),  # off inside ``Tensor.backward``; checkpoints run the script's forward again
         # An optimizer that finds the accelerator of a CUDA build asks for its stream.
         nullcontext() if has_accelerator else patch.object(torch.accelerator, "current_accelerator", nothing),
         mode,

@@ -9,9 +9,10 @@ created.
 A backward that creates a graph is part of a loss: what it makes is differentiated again, as what a forward makes is.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -47,7 +48,9 @@ class SpeaksToLoop(Protocol):
 
 
 _observers: list[weakref.ref[BackwardObserver]] = []  # weak: this list must not keep a fitted model alive
+_around: list[AbstractContextManager[Any]] = []  # see ``runs_within``
 _entry: Any = None  # what was there before
+_first_entry: Any = None  # the first time
 _num_creating = 0  # backwards that create a graph and run now: of all threads, since a device has its own
 
 
@@ -76,23 +79,47 @@ def observed_by(observer: BackwardObserver) -> Iterator[None]:
 
 def observe(observer: BackwardObserver, *, first: bool = False) -> Callable[[], None]:
     """Tell ``observer`` of every backward, ``first`` or after others; returns the undo, which may be called twice."""
-    global _entry
-    if not _observers:
-        _entry = vars(autograd_graph)[_NAME]
-        _set(_run_backward)
-        ctc_lengths.put_in_place()
+    _put_in_place()
     reference = weakref.ref(observer, _forget)
     _observers.insert(0 if first else len(_observers), reference)
     return partial(_forget, reference)
 
 
+@contextmanager
+def runs_within(around: AbstractContextManager[Any]) -> Iterator[None]:
+    """Inside, every backward runs ``with around``.
+
+    Whoever put a wrapper of their own there would not know whether ours, which comes and goes, lies below it.
+    """
+    _put_in_place()
+    _around.append(around)
+    try:
+        yield
+    finally:
+        _around.remove(around)
+        _take_away()
+
+
+def _put_in_place() -> None:
+    global _entry, _first_entry
+    if not _observers and not _around:
+        _entry = vars(autograd_graph)[_NAME]
+        _first_entry = _first_entry or _entry
+        _set(_run_backward)
+        ctc_lengths.put_in_place()
+
+
 def _forget(reference: weakref.ref[BackwardObserver]) -> None:
     if _observers and reference in _observers:  # None when the interpreter ends
         _observers.remove(reference)
-        if not _observers:
-            ctc_lengths.take_away()
+        _take_away()
+
+
+def _take_away() -> None:
+    if not _observers and not _around:
+        ctc_lengths.take_away()
         # Whoever has wrapped the wrapper meanwhile keeps it; without observers it only passes on.
-        if not _observers and vars(autograd_graph)[_NAME] is _run_backward:
+        if vars(autograd_graph)[_NAME] is _run_backward:
             _set(_entry)
 
 
@@ -101,9 +128,18 @@ def _set(entry: Any) -> None:
         setattr(module, _NAME, entry)
 
 
+class _Here(threading.local):
+    runs = False  # the entry that we have found, on this thread
+
+
+_here = _Here()
+
+
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
     if graph_task() != -1:  # inside another one
-        return _entry(*args, **kwargs)
+        return _run_within(args, kwargs)
+    if _here.runs:  # who has wrapped us, and was left in place, passes on to us, and we have passed on to them
+        return _first_entry(*args, **kwargs)
     retains, creates = bool(args[2]), bool(args[3])
     global _num_creating
     observers = [observer for reference in _observers if (observer := reference()) is not None]
@@ -112,7 +148,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     failure: BaseException | None = None
     _num_creating += creates
     try:
-        result = _entry(*args, **kwargs)
+        result = _run_within(args, kwargs)
     except BaseException as error:
         failure = error
         raise
@@ -125,3 +161,16 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         if isinstance(observer, SpeaksToLoop):
             observer.backward_returns()
     return result
+
+
+def _run_within(args: tuple, kwargs: dict) -> Any:
+    before, _here.runs = _here.runs, True
+    try:
+        if not _around:
+            return _entry(*args, **kwargs)
+        with ExitStack() as stack:
+            for around in _around:
+                stack.enter_context(around)
+            return _entry(*args, **kwargs)
+    finally:
+        _here.runs = before
