@@ -22,6 +22,8 @@ _COMPARED = "comparing what a backward was given takes 26 KiB there, which its w
 _RANKS = "the process group that the test starts is the CPU's"
 _DEFAULT = "the test sets a default device, or stands something else in for the accelerator"
 _CPUS = "the test measures what the CPU's allocator counts"
+_BENCHMARK = "a benchmark chooses its device"
+_PRINTED = "the page prints what its steps take on a CPU"
 _TOY = "in blocks, the test's model needs more than its budget"
 _RANGES = "sizes in blocks follow from others as ranges (shapes/test_block_rounding.py)"
 _FORESEEN = "nothing foresees what the accelerator's kernels take"
@@ -31,7 +33,11 @@ _FORESEEN = "nothing foresees what the accelerator's kernels take"
 # not split counts whole, up to a MiB more than was asked for; the tests' tensors are smaller than that.
 MODEL_ALONE = (
     "api/test_budgets.py",
+    "api/test_fit.py",
     "api/test_fit_peak.py",
+    "api/test_training_loops.py",
+    "distributed/test_data_parallel.py",
+    "distributed/test_sharded.py",
     "distributed/test_sharded_online.py::test_a_step_that_leaves_its_plan",
     "models/test_language_models.py::test_generate_between",
     "planning/",
@@ -40,13 +46,25 @@ MODEL_ALONE = (
     "test_demo.py",
     "tape/online/",
     "tape/test_guards_proofs.py",
+    "tracing/test_scripted_modules.py",
     "tracing/test_wrapped_optimizers.py",
 )
 
 ON_THE_CPU = {
     "hollow/test_optimizer.py::test_on_the_cpu": "state is foreseen for a CPU, and counted there",
     "api/test_bad_input.py::test_a_plan_that_moves_to_a_tier": _DISK,
+    "benchmarks/test_changing_steps.py": _BENCHMARK,
+    "benchmarks/test_real_steps.py": _BENCHMARK,
+    "benchmarks/test_true_steps.py": _BENCHMARK,
+    "distributed/test_ddp_buckets.py": _RANKS,
+    "docs/test_pages.py::test_every_command_of_a_page_runs[docs/which-call": _PRINTED,
+    "docs/test_pages.py::test_every_python_block_runs_and_prints_what_it_says[docs/how-to/compare-settings": _PRINTED,
+    "docs/test_pages.py::test_every_python_block_runs_and_prints_what_it_says[docs/how-to/stage-by-stage": _PRINTED,
+    "docs/test_pages.py::test_every_python_block_runs_and_prints_what_it_says[docs/how-to/trade-off": _PRINTED,
+    "docs/test_pages.py::test_every_python_block_runs_and_prints_what_it_says[docs/how-to/watch-real-steps": _PRINTED,
     "docs/test_pages.py::test_every_python_block_runs_and_prints_what_it_says[docs/offload": _DISK,
+    "docs/test_pages.py::test_every_python_block_runs_and_prints_what_it_says[docs/tutorial": _PRINTED,
+    "docs/test_pages.py::test_every_python_block_runs_and_prints_what_it_says[docs/which-call": _PRINTED,
     "measurement/test_allocator.py::test_a_measurement_inside": _CPUS,
     "measurement/test_allocator.py::test_a_peak_inside_a_profiler": _CPUS,
     "measurement/test_allocator.py::test_a_plain_add_has_no_workspace": _CPUS,
@@ -74,10 +92,6 @@ LEFT_OUT = {
     "api/test_budgets.py::test_the_optimizers_state_counts": _BLOCKS,
     "api/test_fit_peak.py::test_fit_is_over_its_budget_without_any_of_this[sweeps_whatever_is_free]": _SWEPT,
     "api/test_step_region.py::test_a_second_shape_under_apply": _BLOCKS,
-    "benchmarks/test_real_steps.py::test_a_quick_case": "a benchmark chooses its device",
-    "benchmarks/test_real_steps.py::test_lines_of": "a benchmark chooses its device",
-    "benchmarks/test_real_steps.py::test_the_peak_of": "a benchmark chooses its device",
-    "benchmarks/test_real_steps.py::test_what_was_asked": "a benchmark chooses its device",
     "compiled/": "lowtide.compile is for CPUs",
     "device/test_accelerator_steps.py::test_states_of": _DEFAULT,
     "device/test_accelerator_steps.py::test_what_an_optimizer": _CPU_OP,
@@ -167,6 +181,10 @@ LEFT_OUT = {
 }
 
 LEFT_OUT_OF_STANDIN = {
+    "tape/test_opaque_calls_and_memory.py::test_a_fit_trains_with_a_backward_that_frees[True]": _NUMPY_CALL,
+    "tracing/test_optimizer_state.py::test_state_is_foreseen_as_it_is_after_one_step_and_as_the_allocator_counts[bitsandbytes": _CPU_OP,  # noqa: E501
+    "training/test_training_optimizers.py::test_the_first_plan_knows": "a step is read there when its ops are over, and the optimizer's state is there by then",  # noqa: E501
+    "training/test_sparse_gradients.py": _SPARSE,
     "hollow/test_output_specs.py::test_a_loss_lies_in": "losses there lie as a CPU leaves them",
     "foresight/test_image_text.py::test_the_peak_is_that_of_a_real_step": _FORESEEN,
     "foresight/test_image_subjects.py::test_the_step_of_a_diffusers_config": _FORESEEN,
