@@ -63,9 +63,9 @@ PARTS = (
     Part("the quick tests with all examples and full effort", 11.0,
          (*PYTEST, "--dist", "worksteal", "-m", "not slow and not thorough")),
     Part("slow tests of CUDA", 5.0, (*CUDA, "-m", "slow", "cuda_standin/tests", "tests/cuda")),
-    Part("the quick tests with CUDA as default device", 22.0,
+    Part("the quick tests with CUDA as default device", 7.0,
          (*CUDA, "--quick", "--device", "cuda", *(f"tests/{name}" for name in SWITCHED_TO_CUDA))),
-    Part("the tests with the accelerator as default device", 15.0,
+    Part("the tests with the accelerator as default device", 23.0,
          (*PYTEST, "--device", "standin", "-m", "not slow", *(f"tests/{name}" for name in SWITCHED))),
 )  # fmt: skip
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|deselected|xfailed|xpassed|warning|error)s?\b")

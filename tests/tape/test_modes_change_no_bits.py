@@ -14,7 +14,8 @@ from lowtide.measurement.allocator import peak_bytes
 from lowtide.step import seam
 
 L = torch.linalg
-OTHERWISE = {"prod dim"}  # see ``seam.step_aside``
+OTHERWISE = {"prod", "prod dim", "prod one zero"}  # see ``seam.step_aside``
+NOT_ON_CUDA = {"max", "min", "median", "nanmedian"}  # whose kernels' formula is that of a mode
 
 
 class LooksOn(TorchDispatchMode):
@@ -37,9 +38,10 @@ def _gru(y):
 
 
 FUNCTIONS = {
-    "prod": lambda y: y.prod(),
+    "prod": lambda y: (1 + y * 0.01).prod(),
     "prod dim": lambda y: y.prod(-1),
-    "prod 1zero": lambda y: (y * (torch.arange(32, device=y.device) != 3)).prod(-1),
+    "prod one zero": lambda y: ((1 + y * 0.01) * (torch.arange(512, device=y.device).view(16, 32) > 0)).prod(),
+    "prod dim, one zero": lambda y: ((1 + y * 0.01) * (torch.arange(32, device=y.device) != 3)).prod(-1),
     "cumprod": lambda y: y.cumprod(-1),
     "cumprod0": lambda y: (y * (torch.arange(32, device=y.device) != 3)).cumprod(-1),
     "max": lambda y: y.max(),
@@ -278,13 +280,13 @@ FUNCTIONS = {
 }
 
 
-def outcome(function, looks_on):
+def outcome(function, looks_on, sign):
     torch.manual_seed(0)
     x = torch.randn(4, 16, 32, requires_grad=True)
     with LooksOn() if looks_on else torch.enable_grad():
         output = function(x * 1.0)
         output = output.abs() if output.is_complex() else output.float()
-        weights = torch.rand(output.shape)
+        weights = sign * torch.rand(output.shape)
         (grad,) = torch.autograd.grad((output * weights).sum(), x)
     return [t.detach().contiguous().view(torch.int32) for t in (output, grad)]
 
@@ -292,31 +294,50 @@ def outcome(function, looks_on):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_mode_that_looks_on_changes_no_bit(name):
-    same = all(map(torch.equal, outcome(FUNCTIONS[name], False), outcome(FUNCTIONS[name], True)))
-    assert same == (name not in OTHERWISE)
+    same = all(
+        torch.equal(plain, seen)
+        for sign in (1, -1)
+        for plain, seen in zip(outcome(FUNCTIONS[name], False, sign), outcome(FUNCTIONS[name], True, sign))
+    )
+    otherwise = OTHERWISE if torch.get_default_device().type == "cuda" else OTHERWISE | NOT_ON_CUDA
+    assert same == (name not in otherwise)
 
 
-class Products(nn.Module):
-    def __init__(self):
+class Reduced(nn.Module):
+    def __init__(self, reduce):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.reduce = reduce
 
     def forward(self, x):
-        return (1 + self.inner(x).view(-1, 16) * 0.1).prod(-1).square().mean()
+        return self.reduce(1 + self.inner(x) * 0.01)
+
+
+REDUCTIONS = {
+    "prod": lambda y: -y[:8].prod(),
+    "prod dim": lambda y: y.view(-1, 16).prod(-1).square().mean(),
+    "max": lambda y: -y.max(),
+    "min": lambda y: -y.min(),
+    "median": lambda y: -y.median(),
+    "nanmedian": lambda y: -y.nanmedian(),
+}
 
 
 def gradients(model, batch, steps=1):
+    """As whole numbers: the signs of zeros count."""
     found = []
     for _ in range(steps):
         model.zero_grad()
+        batch.grad = None
         model(batch).backward()
-        found += [p.grad.clone() for p in model.parameters()]
+        found += [t.grad.clone().view(torch.int32) for t in (*model.parameters(), batch)]
     return found
 
 
-def test_products_along_a_dimension_have_the_bits_of_the_plain_step_in_watched_and_planned_ones(monkeypatch):
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reductions_have_the_bits_of_the_plain_step_in_watched_and_planned_ones(monkeypatch, name):
     torch.manual_seed(0)
-    model, batch = Products(), torch.randn(1024, 64)
+    model, batch = Reduced(REDUCTIONS[name]), torch.randn(256, 64, requires_grad=True)
     plain = gradients(model, batch)
     with lowtide.fit(model, budget="1GiB") as fit:
         watched = gradients(model, batch)
@@ -327,14 +348,15 @@ def test_products_along_a_dimension_have_the_bits_of_the_plain_step_in_watched_a
 
     monkeypatch.setattr(seam, "_ASKS_FOR_MODES", frozenset())
     with lowtide.fit(model, budget="1GiB"):
-        assert not all(map(torch.equal, plain, gradients(model, batch)))
+        assert name not in OTHERWISE or not all(map(torch.equal, plain, gradients(model, batch)))
 
 
-def test_the_peak_of_products_along_a_dimension_is_foreseen():
-    model, batch = Products(), torch.randn(1024, 64)
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_their_peak_is_foreseen(name):
+    model, batch = Reduced(REDUCTIONS[name]), torch.randn(1024, 64)
     graph = lowtide.trace(model, batch, step=lambda m, b: m(b))
     plan = lowtide.solve(graph, lowtide.Costs((1.0,) * len(graph.ops)), method="none")
     there = sum(size for part, size in graph.resident.items() if part != "gradients")
     counted = peak_bytes(lambda: model(batch).backward())
 
-    assert counted <= plan.predicted_peak_bytes - there <= 1.05 * counted
+    assert counted <= plan.predicted_peak_bytes - there <= 1.1 * counted

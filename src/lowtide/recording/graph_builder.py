@@ -101,7 +101,7 @@ class GraphBuilder:
     def add_unseen_storage(self, size: int) -> int:
         """One that a node of backward made while nobody looked on: it counts as made by the op before.
 
-        So does half as much again beside it: ATen's gradient of ``prod`` is a product with a quotient, and has asked
+        So does half as much again beside it: the gradient of ``prod`` is a product with a quotient, and has asked
         before where there are zeros.
         """
         last = self.ops[-1]

@@ -30,8 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide.device.dispatch import UncompiledMode
 from lowtide.step.module_calls import thread_state
 
-# Of some 200 functions the only one whose gradient has other bits under a mode (``test_modes_change_no_bits``).
-_ASKS_FOR_MODES = frozenset({"ProdBackward1"})
+# Nodes whose formula asks whether a mode looks on (``areAnyTensorSubclassLike`` in ATen), and gives other bits then: of
+# some 200 functions these (``test_modes_change_no_bits``). Those of one number of many differ in the signs of zeros.
+_ASKS_FOR_MODES = frozenset(
+    {"ProdBackward0", "ProdBackward1", "MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
+)
 
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -238,8 +241,8 @@ def _is_ours(pack: object) -> bool:
 def step_aside() -> bool:
     """Called where autograd hands out what it saved: whether our modes left the node that it hands it to.
 
-    The engine puts them back for the next node. ATen's gradient of ``prod`` along a dimension asks whether any mode
-    looks on (``areAnyTensorSubclassLike``) and takes another formula then: with other bits, and three times the memory.
+    The engine puts them back for the next node. With a mode on top, the gradient of ``prod`` takes another formula,
+    with other bits and three times the memory.
     """
     node = current_node()
     if node is None or node.name() not in _ASKS_FOR_MODES:
