@@ -360,3 +360,12 @@ def test_their_peak_is_foreseen(name):
     counted = peak_bytes(lambda: model(batch).backward())
 
     assert counted <= plan.predicted_peak_bytes - there <= 1.1 * counted
+
+
+def test_without_memory_no_kernel_runs_and_more_is_foreseen():
+    model, batch = Reduced(REDUCTIONS["prod dim"]), torch.randn(1024, 64)
+    real, hollow = (lowtide.trace(model, batch, step=lambda m, b: m(b), device=device) for device in (None, "cpu"))
+    steps = [lowtide.solve(g, lowtide.Costs((1.0,) * len(g.ops)), method="none") for g in (real, hollow)]
+
+    assert len(hollow.ops) > len(real.ops)
+    assert steps[0].predicted_peak_bytes < steps[1].predicted_peak_bytes

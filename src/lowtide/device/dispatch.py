@@ -16,7 +16,13 @@ _NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.d
 
 
 class UncompiledMode(TorchDispatchMode):
-    """A mode under which compiled code runs as ever."""
+    """A mode under which compiled code runs as ever.
+
+    Attributes:
+        may_step_aside: Ops may run without it; see ``step.seam.step_aside``.
+    """
+
+    may_step_aside = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

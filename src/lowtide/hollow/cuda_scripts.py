@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.hollow.memory import is_on_host
 from lowtide.hollow.mode import FACTORIES, HollowMode
-from lowtide.step import backward_entry
 
 _CPU = torch.device("cpu")
 
@@ -51,8 +50,12 @@ def _names_a_device(args: tuple, kwargs: dict) -> bool:
 
 
 @contextmanager
-def cuda_means_cpu(hollow: HollowMode) -> Iterator[None]:
-    """Inside, CUDA devices are the CPU; ``hollow``: under which code runs here."""
+def cuda_means_cpu(hollow: HollowMode) -> Iterator[TorchFunctionMode]:
+    """Inside, CUDA devices are the CPU; ``hollow``: under which code runs here.
+
+    Yields:
+        The mode for that. It is off inside ``Tensor.backward``, where checkpoints run the script's forward again.
+    """
     enter, is_on, dtype_of = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 
     def entered(
@@ -82,7 +85,6 @@ def cuda_means_cpu(hollow: HollowMode) -> Iterator[None]:
             get_autocast_dtype=get_autocast_dtype,
             get_autocast_gpu_dtype=lambda: get_autocast_dtype("cuda"),
         ),
-        backward_entry.runs_within(mode),  # off inside ``Tensor.backward``; checkpoints run the script's forward again
         # An optimizer that finds the accelerator of a CUDA build asks for its stream.
         nullcontext() if has_accelerator else patch.object(torch.accelerator, "current_accelerator", nothing),
         mode,
@@ -98,7 +100,7 @@ def cuda_means_cpu(hollow: HollowMode) -> Iterator[None]:
         ),
     ):
         try:
-            yield
+            yield mode
         finally:
             # It remembers by name: asked inside for the module of "cuda", it would answer with the CPU's for ever.
             getattr(torch.get_device_module, "cache_clear", nothing)()

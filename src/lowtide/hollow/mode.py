@@ -54,6 +54,8 @@ class HollowMode(UncompiledMode):
         where: The module call that runs; None where nothing has to be noted.
     """
 
+    may_step_aside = False  # kernels would run on tensors that have no memory
+
     def __init__(self, device: str = "cpu", *, solid_bytes: int = SOLID_BYTES) -> None:
         super().__init__()
         is_unchecked(FORECASTS)  # says so

@@ -247,7 +247,11 @@ def step_aside() -> bool:
     node = current_node()
     if node is None or node.name() not in _ASKS_FOR_MODES:
         return False
-    put_modes([mode for mode in modes_in_place() if not isinstance(mode, UncompiledMode)])
+    modes = modes_in_place()
+    ours = [mode for mode in modes if isinstance(mode, UncompiledMode)]
+    if not all(mode.may_step_aside for mode in ours):
+        return False
+    put_modes([mode for mode in modes if mode not in ours])
     return True
 
 

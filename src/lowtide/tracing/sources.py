@@ -19,6 +19,7 @@ from lowtide.hollow.mode import HollowMode
 from lowtide.hollow.models import hollow_batch, hollow_parameters, is_config, model_of
 from lowtide.hollow.workspaces import Workspaces
 from lowtide.recording.recorder import Recorder
+from lowtide.step.backward_entry import runs_within
 from lowtide.step.data_parallel import unwrapped
 from lowtide.step.whole_modules import called_whole, matching
 from lowtide.tracing.optimizer_state import bytes_without_memory, checked_optimizer
@@ -113,7 +114,7 @@ def trace_hollow(
         if target.kernels == "cuda":
             stack.enter_context(_device_autocast())
             stack.enter_context(cuda_kernels(target.capability))
-            stack.enter_context(cuda_means_cpu(mode))
+            stack.enter_context(runs_within(stack.enter_context(cuda_means_cpu(mode))))
         if is_config(model):
             model = model_of(model)
         stack.enter_context(hollow_parameters(model))
