@@ -581,7 +581,7 @@ class PlansByShape:
             self._queue.add(asked.shapes, replace(asked.request, offload={}))
         except LowtideError as error:
             why = str(error).splitlines()[0]
-            if asked.first in self.plans:
+            if any(planned is asked.first for planned in self.plans):
                 self._reasons.say(f"the planner's first plan{self._which(asked.shapes[:1])} stays in force: {why}")
             else:
                 self.refuse(asked.shapes[0], why)
