@@ -79,7 +79,7 @@ def _fitted(model: nn.Module, x: torch.Tensor, num_layers: int) -> lowtide.Fit:
         candidate = Candidate(complete_actions(graph, chosen))
         plan = build_plan(SearchContext(graph, fit.costs), candidate, method="layers")
         tape = Tape(program_of(plan), model)
-        fit._lifecycle.put(PlannedStep(plan, graph, fit.costs, shapes_of_graph(graph.calls), tape))
+        fit._lifecycle.put(PlannedStep(plan, graph, fit.costs, shapes_of_graph(graph), tape))
     return fit
 
 
