@@ -67,7 +67,7 @@ class CountedSteps:
             there = allocated_bytes(device) or 0
         else:
             self._memory.device = device
-            there = self._memory.quick_resident_bytes(model, sum(p.nbytes for p in model.parameters()))
+            there = self._memory.quick_resident_bytes(model)[0]
             there += self._memory.batch_bytes_beside((call.args, call.kwargs))
         self._peak.begin(device, there, afresh=plan is not None and not any(plan is one for one in self._counted))
 

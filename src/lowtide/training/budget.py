@@ -1,8 +1,7 @@
 """The budget of a step in bytes, resident memory included, and how many of them the step may still allocate."""
 
 import sys
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers.arguments import absolute_bytes
 from lowtide.step.data_parallel import unseen_bucket_bytes
+from lowtide.step.model_tensors import ModelTensors
 from lowtide.step.operators import allocated_bytes, gradient_of, storage_of, tensors_in
 from lowtide.step.sharding.zero3 import shards_of
 from lowtide.step.subclasses import plain_tensors
@@ -69,7 +69,10 @@ class StepBudget:
         self._workspaces = KeptWorkspaces()
         self._of_model, _ = self._bytes_of(model)
         self.batch_bytes = self.segments_bytes = 0
+        self._tensors = ModelTensors()
         self._quick_key, self._quick_state_bytes = (-1, 0), 0  # see ``quick_resident_bytes``
+        self._quick_seen: Sequence[tuple[int, ...]] = ()
+        self._quick_model_bytes: int | None = None
         self.read_memory(model)
         parsed = parse_budget(budget)
         self.absolute_bytes: int | None = None
@@ -143,24 +146,43 @@ class StepBudget:
         allocated = (device_bytes(self.device) if self.counts_all else None) or 0
         self.resident_bytes = max(of_model, allocated - self.batch_bytes)
 
-    def quick_resident_bytes(self, model: nn.Module, parameter_bytes: int) -> int:
-        """What ``read_memory`` would find of a model on a CPU, in a microsecond a parameter.
+    def quick_resident_bytes(self, model: nn.Module) -> tuple[int, int]:
+        """What ``read_memory`` would find of a model on a CPU, and its parameters' bytes; in a microsecond for each.
 
-        The optimizer's state is looked at again where parameters take other bytes, or more of them have some.
+        Where all tensors and gradients are the same and of the same size as before, so is what they take. The
+        optimizer's state is looked at again where parameters take other bytes, or more of them have some.
         """
+        parameters, buffers = self._tensors.of(model)
+        parameter_bytes = sum(p.nbytes for p in parameters)
+        tensors: list[torch.Tensor] = [*parameters, *buffers]
+        if any(type(tensor) not in _PLAIN for tensor in tensors):  # others may tell no address
+            return self._bytes_of(model)[0], parameter_bytes
+        seen = []
+        for tensor in tensors:
+            grad = tensor.grad if tensor.is_leaf else None
+            grad_bytes = 0 if grad is None else grad.nbytes
+            seen.append((id(tensor), tensor.data_ptr(), tensor.nbytes, id(grad), grad_bytes))
+        if seen != self._quick_seen:
+            self._quick_seen, self._quick_model_bytes = seen, self._sum_of(tensors)
+        if self._quick_model_bytes is None:
+            return self._bytes_of(model)[0], parameter_bytes
+        key = parameter_bytes, len(getattr(self.optimizers.all(), "state", None) or ())
+        if key != self._quick_key:
+            self._quick_key, self._quick_state_bytes = key, self.state_bytes()
+        return self._quick_model_bytes + self._quick_state_bytes + unseen_bucket_bytes(model), parameter_bytes
+
+    def _sum_of(self, tensors: list[torch.Tensor]) -> int | None:
+        """Bytes of their storages and those of their gradients; None where one is no plain tensor on the device."""
         sizes: dict[int, int] = {}
-        for tensor in chain(model.parameters(), model.buffers()):
+        for tensor in tensors:
             for part in (tensor, tensor.grad if tensor.is_leaf else None):
                 if part is None:
                     continue
                 if type(part) not in _PLAIN or part.device != self.device or storage_of(part) is None:
-                    return self._bytes_of(model)[0]
+                    return None
                 storage = part.untyped_storage()
                 sizes[storage._cdata] = in_blocks(storage.nbytes(), self.device.type)
-        key = parameter_bytes, len(getattr(self.optimizers.all(), "state", None) or ())
-        if key != self._quick_key:
-            self._quick_key, self._quick_state_bytes = key, self.state_bytes()
-        return sum(sizes.values()) + self._quick_state_bytes + unseen_bucket_bytes(model)
+        return sum(sizes.values())
 
     def batch_bytes_beside(self, batch: object) -> int:
         """What ``batch`` takes on the model's device; of views of parameters too.

@@ -105,9 +105,10 @@ class StepMemory:
             if start_bytes == self._start_bytes:  # as before the last step
                 return None
             self._start_bytes = start_bytes or 0
-        self._parameter_bytes = sum(p.nbytes for p in model.parameters())
-        if not self._budget.counts_all:
-            resident_bytes = self._budget.quick_resident_bytes(model, self._parameter_bytes)
+        if self._budget.counts_all:
+            self._parameter_bytes = sum(p.nbytes for p in model.parameters())
+        else:
+            resident_bytes, self._parameter_bytes = self._budget.quick_resident_bytes(model)
             self._start_bytes = resident_bytes + self._budget.batch_bytes_beside(batch)
         return (before, self._parameter_bytes) if 0 < before != self._parameter_bytes else None
 
