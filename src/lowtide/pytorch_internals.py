@@ -49,6 +49,7 @@ STEPS = Feature(
         "torch.autograd.Function.apply",  # from 2.14 on, where the other is C
         # Where ``torch.func`` forbids saved-tensor hooks.
         "torch._functorch.eager_transforms._vjp_with_argnums", "torch._functorch.eager_transforms.grad_and_value_impl",
+        "torch.ctc_loss",  # which goes another way where a mode looks on
         "torch.autograd.profiler._run_on_profiler_start",  # a profiler starts: what counts leaves it the slot
     ),
     read=(
@@ -68,7 +69,8 @@ STEPS = Feature(
         "torch._C._dispatch_tls_local_include_set", "torch._C._dispatch_tls_local_exclude_set",
         "torch._C._ForceDispatchKeyGuard", "torch._C._AutoDispatchBelowADInplaceOrView", "torch._C._functorch",
         "torch._C._are_functorch_transforms_active", "torch._functorch.eager_transforms", "torch._ops",
-        "torch._use_cudnn_ctc_loss", "torch._subclasses.fake_tensor",
+        "torch._use_cudnn_ctc_loss", "torch._subclasses.fake_tensor", "torch._C._accelerator_getDeviceStats",
+        "torch._C._accelerator_isAllocatorInitialized",
         # Replays: the state that an op ran under, and memory that nobody else holds.
         "torch._C._DisableAutocast", "torch._C._is_any_autocast_enabled",
         "torch._C._get_cudnn_benchmark", "torch._C._get_cudnn_deterministic", "torch._C._get_deterministic_algorithms",

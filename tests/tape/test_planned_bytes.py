@@ -75,6 +75,20 @@ def test_calls_that_make_little_are_not_looked_into():
     assert planned.rises_in(call_of(0, -1)) is False
 
 
+def test_an_allocator_is_asked_in_few_of_many_looks():
+    """Asking takes as long as an op: in a plan whose steps hold larger blocks than planned it took most of the step."""
+    step, asked = Step(), []
+    step.planned.begin_step(40 * MIB, lambda: step.holds, lambda: asked.append(step.unsplit) or step.unsplit)
+    step.planned.begin_call(call_of(0, 3))
+    step.unsplit = 4 * MIB
+    assert not any(step.leaves(1, 24 * MIB) for _ in range(160))
+    assert len(asked) <= 1 + 1 + 160 // 16
+    assert step.leaves(1, 26 * MIB)
+
+    step.unsplit = 0  # none of it is, any more
+    assert any(step.leaves(1, 24 * MIB) for _ in range(16))
+
+
 @pytest.mark.parametrize("unsplit, leaves", [(3, True), (4, False)])
 def test_what_an_allocator_does_not_split_off_is_no_sign_of_other_sizes(unsplit, leaves):
     """1 MiB of it was there before the step."""

@@ -12,6 +12,7 @@ What a device does not report is None: callers do without it.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -326,7 +327,13 @@ def _empty(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _statistic(index: int, name: str) -> int | None:
+    """As ``torch.accelerator.memory_stats`` has it, which sorts all of them first: 0.15 ms for one."""
     try:
-        return torch.accelerator.memory_stats(index).get(name, 0)
+        if not torch._C._accelerator_isAllocatorInitialized():
+            return 0
+        found: Any = torch._C._accelerator_getDeviceStats(index)
     except (RuntimeError, NotImplementedError):  # an allocator of a kind that keeps none
         return None
+    for part in name.split("."):
+        found = found.get(part, {})
+    return found or 0

@@ -13,6 +13,7 @@ from lowtide.tape.program import TapedCall
 TOLERANCE = 0.01  # of what may live
 _WORTH_A_LOOK = 0.1  # of what may live: a call that adds less is not looked into
 _OWN_BYTES = 1 << 16  # what the tape itself may take
+_ASKED_EVERY = 16  # looks: the allocator for what it has not split off, which takes as long as an op
 
 
 def _none() -> int:
@@ -37,6 +38,7 @@ class PlannedBytes:
         self.now: Callable[[], int | None] = _nobody_counts
         self._unsplit: Callable[[], int] = _none
         self._unsplit_before = 0  # the step
+        self._unsplit_lately, self._looks = 0, 0  # what it was in the step, so many looks ago
         self._start = self._planned_start = self._offset = 0  # when the call began: what lived, was planned, was beside
         self._allowance = 0.0  # so much more than planned may live without a closer look
         self._rises: dict[TapedCall, bool] = {}
@@ -46,6 +48,7 @@ class PlannedBytes:
         """Another step begins, which may make and hold ``most``; ``unsplit`` of what lives, nobody has asked for."""
         self.now, self.passed_by = now, 0
         self._unsplit, self._unsplit_before = unsplit, unsplit()
+        self._unsplit_lately = self._looks = 0
         if max(self._peak, most) != self._most:
             self._most = max(self._peak, most)
             self._tolerance = TOLERANCE * self._most + _OWN_BYTES
@@ -76,6 +79,9 @@ class PlannedBytes:
         planned = self.after[op] if has_run else self._before[op]
         if now is None or now <= planned + self._allowance:
             return False
+        self._looks += 1
+        if self._looks % _ASKED_EVERY and now - self._unsplit_lately <= planned + self._allowance:
+            return False
         now -= self._unsplit_in_step()
         if now <= planned + self._allowance:
             return False
@@ -99,7 +105,8 @@ class PlannedBytes:
         return True
 
     def _unsplit_in_step(self) -> int:
-        return max(0, self._unsplit() - self._unsplit_before)
+        self._unsplit_lately = max(0, self._unsplit() - self._unsplit_before)
+        return self._unsplit_lately
 
 
 def _nobody_counts() -> None:
