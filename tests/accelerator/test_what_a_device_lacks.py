@@ -23,6 +23,7 @@ def missing(*args, **kwargs):
 def no_statistics(device, monkeypatch):
     for name in STATISTICS:
         monkeypatch.setattr(torch.accelerator, name, missing)
+    monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", missing)  # which ``memory_stats`` asks
     yield
     monkeypatch.undo()  # before the fixtures that look at them
 
