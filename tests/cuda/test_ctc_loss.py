@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.step import ctc_lengths
@@ -45,10 +46,23 @@ def test_a_loss_with_lengths_anywhere_has_the_bits_of_the_plain_one(cuda, length
     assert torch.ctc_loss is ctc_lengths._own
 
 
-def test_without_it_lengths_on_the_host_are_refused_by_pytorch(cuda, monkeypatch):
-    monkeypatch.setattr(ctc_lengths, "put_in_place", lambda: None)
-    with pytest.raises(RuntimeError, match="same device"):
-        trained(cuda, True, "cpu")
+class LooksOn(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_it_lengths_on_the_host_are_refused_by_pytorch(cuda):
+    scores, targets = torch.zeros(8, 2, 4, device=cuda), torch.ones(2, 3, dtype=torch.int64, device=cuda)
+    inputs, lengths = torch.tensor([8, 8]), torch.tensor([3, 3])
+    with LooksOn(), pytest.raises(RuntimeError, match="same device"):
+        nn.functional.ctc_loss(scores, targets, inputs, lengths)
+
+    ctc_lengths.put_in_place()
+    try:
+        with LooksOn():
+            assert nn.functional.ctc_loss(scores, targets, inputs, lengths).device == scores.device
+    finally:
+        ctc_lengths.take_away()
 
 
 def test_what_cudnn_would_take_it_gets_with_numbers(cuda, monkeypatch):
