@@ -103,8 +103,9 @@ def test_a_device_without_statistics_says_so_and_is_done_without(fake, monkeypat
 
 def test_memory_is_looked_at_on_the_device_that_is_meant(monkeypatch):
     asked = []
-    accelerator = SimpleNamespace(memory_stats=lambda index: asked.append(index) or {}, current_device_index=lambda: 1)
-    monkeypatch.setattr(torch, "accelerator", accelerator)
+    monkeypatch.setattr(torch, "accelerator", SimpleNamespace(current_device_index=lambda: 1))
+    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", lambda index: asked.append(index) or {})
 
     memory.allocated_bytes(torch.device("meta", 3))
     memory.allocated_bytes("meta")

@@ -29,13 +29,12 @@ class FakeAllocator:
     def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The device layer finds this allocator on "meta"."""
 
-        def stats(index: int) -> dict[str, int]:
+        def stats(index: int) -> dict[str, dict]:
             if not self.tells:
                 raise RuntimeError("Allocator is not a DeviceAllocator")
             return {
-                "allocated_bytes.all.current": self.now,
-                "allocated_bytes.all.peak": self.peak,
-                "reserved_bytes.all.current": self.reserved,
+                "allocated_bytes": {"all": {"current": self.now, "peak": self.peak}},
+                "reserved_bytes": {"all": {"current": self.reserved}},
             }
 
         def info(index: int) -> tuple[int, int]:
@@ -48,7 +47,6 @@ class FakeAllocator:
             self.peak = self.now
 
         for name, function in {
-            "memory_stats": stats,
             "memory_allocated": lambda index: self.now,
             "max_memory_allocated": lambda index: self.peak,
             "memory_reserved": lambda index: self.reserved,
@@ -56,6 +54,8 @@ class FakeAllocator:
             "get_memory_info": info,
         }.items():
             monkeypatch.setattr(torch.accelerator, name, function)
+        monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True)
+        monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", stats)
         monkeypatch.setattr(memory, "index_of", lambda device: 0)
         monkeypatch.setattr(memory, "is_accelerator", lambda device: torch.device(device).type == "meta")
         monkeypatch.setattr(allocator, "is_accelerator", memory.is_accelerator)

@@ -2,8 +2,8 @@
 
 ``torch.ctc_loss`` with lengths as tensors reads them on the host and goes on with numbers, wherever they lie. Under a
 dispatch mode, anybody's, it goes on with the tensors, and on a device those of the host raise: "Expected all tensors to
-be on the same device" (``ATen/native/LossCTC.cpp``). They are brought to the device here: the kernel is the same, and
-so are the bits. Where cuDNN would take the loss it gets numbers, as it would have.
+be on the same device". They are brought to the device here: the kernel is the same, and so are the bits. Where cuDNN
+would take the loss it gets numbers, as it would have.
 """
 
 from typing import Any
