@@ -35,9 +35,8 @@ MODEL_ALONE = (
     "api/test_budgets.py",
     "api/test_fit.py",
     "api/test_fit_peak.py",
+    "api/test_step_region.py",
     "api/test_training_loops.py",
-    "distributed/test_data_parallel.py",
-    "distributed/test_sharded.py",
     "distributed/test_sharded_online.py::test_a_step_that_leaves_its_plan",
     "models/test_language_models.py::test_generate_between",
     "planning/",
@@ -180,7 +179,16 @@ LEFT_OUT = {
     "tracing/test_tracer.py::test_without_workspace": _CPU_OP,
 }
 
+_LATER = (
+    "what a rank allocates after its plan was made counts there: another is made, and the test does not wait for it"
+)
 LEFT_OUT_OF_STANDIN = {
+    "distributed/test_data_parallel.py::test_data_parallel_training_is_bitwise_the_same[static graph-before": _LATER,
+    "distributed/test_data_parallel.py::test_data_parallel_training_is_bitwise_the_same[unused parameters-before": _LATER,  # noqa: E501
+    "distributed/test_sharded.py::test_meshes_of_two_by_two": _LATER,
+    "distributed/test_sharded.py::test_pipeline_stages": _LATER,
+    "distributed/test_sharded.py::test_tensors_in_parts": _LATER,
+    "tape/online/test_room.py::test_at_first_sight_a_loss": "losses there lie as a CPU leaves them",
     "tape/test_opaque_calls_and_memory.py::test_a_fit_trains_with_a_backward_that_frees[True]": _NUMPY_CALL,
     "tracing/test_optimizer_state.py::test_state_is_foreseen_as_it_is_after_one_step_and_as_the_allocator_counts[bitsandbytes": _CPU_OP,  # noqa: E501
     "training/test_training_optimizers.py::test_the_first_plan_knows": "a step is read there when its ops are over, and the optimizer's state is there by then",  # noqa: E501
