@@ -252,7 +252,7 @@ def step_aside() -> bool:
     if not all(mode.may_step_aside for mode in ours):
         return False
     put_modes([mode for mode in modes if mode not in ours])
-    return True
+    return bool(ours)
 
 
 # -- this thread's stacks -----------------------------------------------------------------------------------

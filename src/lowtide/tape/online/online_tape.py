@@ -790,10 +790,10 @@ class OnlineTape(HookedMode):
             self.note_crossing(value)
         return self.handle(claim, tensor)
 
-    @module_calls.never_compiled
     def has_unseen_node(self) -> None:
         """What the node that runs now makes, nobody sees being made."""
 
+    @module_calls.never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
         """The tensor that ``pack`` was given. Called by autograd inside backward.
 
