@@ -81,12 +81,27 @@ def test_an_allocator_is_asked_in_few_of_many_looks():
     step.planned.begin_step(40 * MIB, lambda: step.holds, lambda: asked.append(step.unsplit) or step.unsplit)
     step.planned.begin_call(call_of(0, 3))
     step.unsplit = 4 * MIB
-    assert not any(step.leaves(1, 24 * MIB) for _ in range(160))
+    assert not any(step.leaves(op, (4 + 10 * (op + 1)) * MIB) for _ in range(40) for op in range(4))
     assert len(asked) <= 1 + 1 + 160 // 16
-    assert step.leaves(1, 26 * MIB)
+    assert any(step.leaves(op, (6 + 10 * (op + 1)) * MIB) for op in range(4))
 
     step.unsplit = 0  # none of it is, any more
-    assert any(step.leaves(1, 24 * MIB) for _ in range(16))
+    assert any(step.leaves(op, (4 + 10 * (op + 1)) * MIB) for _ in range(4) for op in range(4))
+
+
+def test_few_of_many_ops_are_looked_at_and_none_that_is_large():
+    """Each look takes as long as what the tape does for an op: of ops that make little it is one in eight."""
+    looks = []
+    small, num = 1 << 10, 400
+    before = [small * op for op in range(num)] + [small * num]
+    planned = PlannedBytes(before, [*before[1:], 20 * MIB], 40 * MIB)
+    planned.begin_step(40 * MIB, lambda: looks.append(None) or 0)
+    planned.begin_call(call_of(0, num))
+    assert not any(planned.is_passed(op, has_run=False) for op in range(num))
+    assert len(looks) <= 2 + num // 8
+
+    planned.now = lambda: 22 * MIB
+    assert planned.is_passed(num, has_run=True)
 
 
 @pytest.mark.parametrize("unsplit, leaves", [(3, True), (4, False)])

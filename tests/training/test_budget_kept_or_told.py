@@ -167,6 +167,23 @@ def test_ten_calls_without_a_step_are_told(caplog):
         assert caplog.text.count("10 calls of the model with gradients, and no backward") == 1
 
 
+def test_many_backward_passes_of_another_model_are_told_once_and_only_while_it_is_so(caplog):
+    """As of two models that are trained in turns, twenty steps each."""
+    model, other = mlp(3, 16), mlp(3, 16)
+
+    def told(fit):
+        return any("backward passes in a row were of other models" in reason for reason in fit.status().reasons)
+
+    with lowtide.fit(model, budget="1GiB") as fit, caplog.at_level(logging.WARNING, "lowtide"):
+        for _ in range(2):
+            model(torch.randn(4, 16)).sum().backward()
+            assert not told(fit)
+            for _ in range(16):
+                other(torch.randn(4, 16)).sum().backward()
+            assert told(fit)
+    assert caplog.text.count("16 backward passes in a row were of other models") == 1
+
+
 @pytest.mark.parametrize(
     ("given", "error", "told"),
     [

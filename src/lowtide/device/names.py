@@ -14,7 +14,7 @@ from lowtide.errors import DeviceError
 
 def is_accelerator(device: str | torch.device) -> bool:
     """Whether ``device`` has memory and streams of its own."""
-    return torch.device(device).type not in ("cpu", "meta")
+    return (device if isinstance(device, torch.device) else torch.device(device)).type not in ("cpu", "meta")
 
 
 def accelerator_type() -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _current_graph_task_id as graph_task
 
 from lowtide.device.generators import set_state, state_of, with_state
 from lowtide.device.numeric_flags import numeric_flags, with_numeric_flags
@@ -57,6 +58,7 @@ class ExecutionState:
 
     __slots__ = (
         "_model",
+        "_steps_in_task",
         "_versions",
         "flags",
         "gathered",
@@ -81,6 +83,7 @@ class ExecutionState:
         self.on_difference: Callable[[Any], None] | None = None
         self.stream: torch.Stream | None = None
         self.knows_passes = False
+        self._steps_in_task = (-1, False)  # of the last backward that was asked for: its number, and the answer
         optimizer_steps.watch()
         self.steps_before = optimizer_steps.count
 
@@ -94,8 +97,12 @@ class ExecutionState:
 
         Then a second backward finds other weights, and a write through ``.data`` changes no version.
         """
-        model = self._model()
-        return model is not None and any(p._post_accumulate_grad_hooks for p in model.parameters())
+        task = graph_task()
+        if task == -1 or self._steps_in_task[0] != task:  # a backward asks once for each sealed tensor
+            model = self._model()
+            steps = model is not None and any(p._post_accumulate_grad_hooks for p in model.parameters())
+            self._steps_in_task = task, steps
+        return self._steps_in_task[1]
 
     def catch_up(self) -> None:
         """Parts of a parameter that an optimizer has written count that too: recipes that read them refuse."""

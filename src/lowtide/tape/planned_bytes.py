@@ -1,18 +1,20 @@
 """What lives after each op of a planned step, and whether so much more does that the step will not keep its budget.
 
 Sizes may depend on data, and a batch may hide them in an object: then a step runs the planned ops, and takes more.
-What lives is looked at where a module call begins or ends, and before each op that the tape sees: one call of the
-allocation counter each time. An allocator counts a large block whole, also what nobody asked for of it: that is no sign
-of other sizes, and which block it takes depends on what ran before.
+What lives is looked at where a module call begins or ends, and before ops that the tape sees: where half a tolerance
+more was to be made since the last look, and every eighth time. An allocator counts a large block whole, also what
+nobody asked for of it: that is no sign of other sizes, and which block it takes depends on what ran before.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from lowtide.tape.program import TapedCall
 
 TOLERANCE = 0.01  # of what may live
 _WORTH_A_LOOK = 0.1  # of what may live: a call that adds less is not looked into
 _OWN_BYTES = 1 << 16  # what the tape itself may take
+_LOOKS_EVERY = 8  # places, where little is made in between
 _ASKED_EVERY = 16  # looks: the allocator for what it has not split off, which takes as long as an op
 
 
@@ -34,6 +36,9 @@ class PlannedBytes:
 
     def __init__(self, before: Sequence[int], after: Sequence[int], peak: int) -> None:
         self._before, self.after = before, after
+        # Made in all before each op, and after the last.
+        self._made = [0, *accumulate(max(0, now - was) for was, now in zip(before, after, strict=True))]
+        self._looked_at, self._places = 0, 0  # what was made in all at the last look, and places since
         self._peak, self._most, self._tolerance = peak, 0, 0.0
         self.now: Callable[[], int | None] = _nobody_counts
         self._unsplit: Callable[[], int] = _none
@@ -62,6 +67,7 @@ class PlannedBytes:
             return
         planned = self._before[call.first_op] if call.last_op >= 0 else 0
         self._start, self._planned_start, self._offset = start, planned, max(0, start - planned)
+        self._places = _LOOKS_EVERY
         self._allowance = start - planned + self._tolerance - self._offset
 
     def rises_in(self, call: TapedCall) -> bool:
@@ -75,6 +81,11 @@ class PlannedBytes:
 
     def is_passed(self, op: int, *, has_run: bool) -> bool:
         """Whether so much lives, before forward op ``op`` or after it ``has_run``, that the step takes too much."""
+        made = self._made[op + has_run]
+        self._places += 1
+        if self._places < _LOOKS_EVERY and abs(made - self._looked_at) < 0.5 * self._tolerance:
+            return False
+        self._looked_at, self._places = made, 0
         now = self.now()
         planned = self.after[op] if has_run else self._before[op]
         if now is None or now <= planned + self._allowance:

@@ -23,13 +23,15 @@ class Notices:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._latest: dict[str, str] = {}
+        self._withdrawn: set[str] = set()
         self._checkpointed = ""  # what was told of
 
     def say(self, reason: str) -> None:
-        """Log it as a warning, the first time."""
+        """Log it as a warning, the first time; not again where it is so again after ``withdraw``."""
         if reason not in self.lines:
             self.lines.append(reason)
-            logger.warning("lowtide: %s", reason)
+            if reason not in self._withdrawn:
+                logger.warning("lowtide: %s", reason)
 
     def note(self, reason: str) -> None:
         """For those who ask; it is logged nowhere."""
@@ -54,6 +56,7 @@ class Notices:
 
     def withdraw(self, reason: str) -> None:
         """It is no longer so."""
+        self._withdrawn.update(line for line in self.lines if line == reason)
         self.lines[:] = [line for line in self.lines if line != reason]
 
     def correct(self, before: str, reason: str) -> None:

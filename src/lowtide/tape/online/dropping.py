@@ -29,11 +29,12 @@ from lowtide.step.storage_bits import same_storage_bits, sum_of_words
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_calls import KnownCalls
-from lowtide.tape.online.online_tape import OnlineTape, RunningOp, memory_of
+from lowtide.tape.online.online_tape import OnlineTape, memory_of
 from lowtide.tape.online.online_values import MARK, Recipe, StoredValue, value_of_storage
 from lowtide.tape.online.release import Releaser
 from lowtide.tape.online.replays import chain_of, pinned_bytes
 from lowtide.tape.online.room import ExpectedBytes, Key
+from lowtide.tape.online.running_op import RunningOp
 from lowtide.tape.recipes import keeps_graph
 
 _SEAL_EVERY = 17  # values; a prime, so that a step of any length seals other values each time
@@ -148,7 +149,7 @@ class DroppingTape(OnlineTape):
 
     def _note_write(self, op: RunningOp, seconds: float) -> None:
         storages = [storage for tensor in op.written if (storage := storage_of(tensor)) is not None]
-        if any(s._cdata in self._read_outside or value_of_storage(s, self._run) is not None for s in storages):
+        if any(s in self._outside_reads or value_of_storage(s, self._run) is not None for s in storages):
             self._num_fixed += 1
         super()._note_write(op, seconds)
 

@@ -9,7 +9,6 @@ it does not understand it leaves alone: such tensors are saved, as without it.
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -51,7 +50,6 @@ from lowtide.step.operators import (
     tensors_in,
     tensors_of,
     why_not_replayed,
-    written_tensors,
 )
 from lowtide.step.other_hooks import CHECKPOINT, hooks_of_others
 from lowtide.step.seam import HookedMode, insert_mode, is_on, remove_mode, step_aside
@@ -72,10 +70,12 @@ from lowtide.tape.online.online_values import (
     UnreadableError,
     value_of_storage,
 )
+from lowtide.tape.online.outside_reads import OutsideReads
 from lowtide.tape.online.release import ATTEMPTS, Releaser
 from lowtide.tape.online.replays import MOST_UNSPLIT_BYTES, chain_of
-from lowtide.tape.online.room import ExpectedBytes, Key, Need
-from lowtide.tape.online.sharding import OnlineSharding, copy_before_write, is_closed, read_copies
+from lowtide.tape.online.room import ExpectedBytes, Need
+from lowtide.tape.online.running_op import RunningOp
+from lowtide.tape.online.sharding import OnlineSharding, copy_before_write, is_closed
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
 
 _OUT_OF_MEMORY = object()
@@ -133,11 +133,10 @@ class OnlineTape(HookedMode):
         self._paths: list[str] = []  # of the open module calls
         self._positions = [0]  # of the last op in each of them, and in the step
         self._layers: list[int] = []  # of the open module calls: the number of the layer's call, 0 outside layers
-        # Recipes that read a storage from outside, by its address.
         self._assignments: DataAssignmentGuard[StoredValue] | None = DataAssignmentGuard(
             _keep_assigned, lambda value: value.num_reads > 0, lambda: "(a step without a plan)"
         )
-        self._read_outside: dict[int, list[weakref.ref[Recipe]]] = defaultdict(list)
+        self._outside_reads = OutsideReads()
         self._lock = threading.RLock()
         self._sequence = 0  # of the step's forward ops, as one number
         self._num_backwards = self._num_claimed = 0  # of the step
@@ -164,7 +163,7 @@ class OnlineTape(HookedMode):
             if not unseen_bytes:  # else they are among them
                 for tensor in self._windows.gathered_already():
                     self._count(tensor)
-        self._read_outside.clear()
+        self._outside_reads.clear()
         self._layers.clear()
         self._paths.clear()
         self._positions[:] = [0]
@@ -203,10 +202,9 @@ class OnlineTape(HookedMode):
         self.stop_observing()
         self._holdings.let_go_unclaimed()
         if not self.num_claims:
-            for recipe in (reference() for readers in self._read_outside.values() for reference in readers):
-                if recipe is not None:
-                    recipe.forget()
-            self._read_outside.clear()
+            for recipe in self._outside_reads:
+                recipe.forget()
+            self._outside_reads.clear()
 
     @property
     def num_claims(self) -> int:
@@ -374,7 +372,7 @@ class OnlineTape(HookedMode):
                     return self._run_counted(need, inputs, read_bytes, func, args, kwargs)
         op = None
         try:
-            op = RunningOp(self, func, args, kwargs)
+            op = self._begin(func, args, kwargs)
         except DataAssignedError:  # whatever came of it would be wrong
             raise
         except Exception as error:  # nothing of ours may end the step
@@ -392,6 +390,33 @@ class OnlineTape(HookedMode):
             except Exception as error:
                 self.give_up(error)
         return result
+
+    def _begin(self, func: Any, args: tuple, kwargs: dict) -> RunningOp:
+        """Before ``func`` runs: room is made for it, and what it reads is named, since it may write that."""
+        op = RunningOp(func, args, kwargs, self._expected.needs[func])
+        facts = op.need.facts
+        self._number += 1
+        self.make_room_for(op)
+        if op.written:
+            self.keep_what_reads(op.written)
+        if op.backward or self._pauses:
+            return op
+        self.releaser.num_ops = self._number
+        if facts.random and draws_random_numbers(func, args, kwargs):
+            created_on = torch.device(kwargs.get("device") or "cpu")
+            device = next((t.device for t in op.inputs), created_on)
+            self.releaser.make_room(op.room_bytes + state_bytes(device))
+            op.rng = GeneratorState(device)
+            if state_bytes(device):
+                self.live.add(op.rng.storage)
+        inputs = [*op.inputs, *tensors_in(kwargs)] if kwargs else op.inputs
+        read = self.note_reads_of_op(inputs, op.written)
+        if not op.written:
+            try:
+                op.recipe = Recipe(func, args, kwargs, op.rng, self._run, read)
+            except UnreadableError as error:
+                op.unreadable = str(error)
+        return op
 
     def _unsplit_bytes(self, held_bytes: int = 0) -> int:
         """To be left free: what the device's allocator counts and no storage of the step, nor ``held_bytes``, shows.
@@ -447,7 +472,7 @@ class OnlineTape(HookedMode):
             let_go_of_frames(error)
             result = _OUT_OF_MEMORY
         if result is _OUT_OF_MEMORY:
-            return self._run_with_room(func, args, kwargs, RunningOp(self, func, args, kwargs))
+            return self._run_with_room(func, args, kwargs, self._begin(func, args, kwargs))
         try:
             before = self.live.now
             for tensor in (result,) if type(result) is torch.Tensor else tensors_in(result):
@@ -468,7 +493,7 @@ class OnlineTape(HookedMode):
         self.op_s = time.perf_counter() - start
         return result
 
-    def _run_with_room(self, func: Any, args: tuple, kwargs: dict, op: "RunningOp | None") -> Any:
+    def _run_with_room(self, func: Any, args: tuple, kwargs: dict, op: RunningOp | None) -> Any:
         """Run ``func``; where the device runs out of memory, let go of more and run it again.
 
         Not what writes: that may have begun. What drew random numbers draws the same ones again.
@@ -490,7 +515,7 @@ class OnlineTape(HookedMode):
                 op.rng.put_back()
         raise AssertionError("the last attempt returns or raises")
 
-    def make_room_for(self, op: "RunningOp") -> None:
+    def make_room_for(self, op: RunningOp) -> None:
         """Make room for what ``op`` is about to allocate."""
         expected, releaser = self._expected, self.releaser
         op.read_bytes = sum([t.numel() * t.itemsize for t in op.inputs])
@@ -505,7 +530,7 @@ class OnlineTape(HookedMode):
         self.releaser.make_room(size)
         self.live.peak = max(self.live.peak, self.live.now + size)
 
-    def learn_size(self, op: "RunningOp", made_bytes: int) -> None:
+    def learn_size(self, op: RunningOp, made_bytes: int) -> None:
         """``op`` has run. What its kernel takes besides counts in the peak, where it is known."""
         expected, self._last_sizes = self._expected, (op.read_bytes, made_bytes)
         if op.key is not None:
@@ -547,7 +572,7 @@ class OnlineTape(HookedMode):
             raise error
         self.problem = self.problem or f"{type(error).__name__}: {error}".splitlines()[0]
 
-    def _finish(self, op: "RunningOp", result: Any, seconds: float) -> None:
+    def _finish(self, op: RunningOp, result: Any, seconds: float) -> None:
         live, in_forward = self.live, not (op.backward or self._pauses)
         assignments = self._assignments if in_forward else None
         made: list[tuple[int, StoredValue]] = []
@@ -591,7 +616,7 @@ class OnlineTape(HookedMode):
         storage.__dict__[MARK] = value
         return value
 
-    def _leave_recipe(self, op: "RunningOp", made: list[tuple[int, StoredValue]]) -> None:
+    def _leave_recipe(self, op: RunningOp, made: list[tuple[int, StoredValue]]) -> None:
         why = op.need.facts.why_not_replayed(op.args, op.kwargs)
         if not why and op.need.facts.is_unknown:
             why = "is no operator of PyTorch's own"
@@ -612,9 +637,9 @@ class OnlineTape(HookedMode):
         value = value_of_storage(storage, self._run)
         if value is not None:
             return value.recipe is not None or value.num_reads > 0
-        return storage is not None and storage._cdata in self._read_outside
+        return storage is not None and storage in self._outside_reads
 
-    def _note_write(self, op: "RunningOp", seconds: float) -> None:
+    def _note_write(self, op: RunningOp, seconds: float) -> None:
         """In-place: completes an output that nothing has read, or ends what the storage held."""
         for tensor in op.written:
             value = value_of_storage(storage_of(tensor), self._run)
@@ -634,9 +659,7 @@ class OnlineTape(HookedMode):
         if storage is None:
             return
         if value is None:
-            for reference in self._read_outside.pop(storage._cdata, ()):
-                if (recipe := reference()) is not None:
-                    recipe.note_written()
+            self._outside_reads.note_written(storage)
             return
         value.overwritten, value.why_kept = True, "was written in place"
         if value.tensor is not None and not value.is_needed:
@@ -645,11 +668,10 @@ class OnlineTape(HookedMode):
         replaced.why_kept = "was written in place"
 
     def note_outside_reads(self, recipe: Recipe) -> None:
-        """``recipe`` reads what no op under the tape made: a write to that is to be noticed."""
-        for kept in recipe.outside:
-            self._read_outside[kept.tensor.untyped_storage()._cdata].append(weakref.ref(recipe))
+        """See ``OutsideReads``."""
+        self._outside_reads.note(recipe)
 
-    def _complete(self, op: "RunningOp", value: StoredValue, version: int, seconds: float) -> bool:
+    def _complete(self, op: RunningOp, value: StoredValue, version: int, seconds: float) -> bool:
         """Whether the in-place op became part of the recipe that makes ``value``."""
         recipe = value.recipe
         if recipe is None or value.num_reads or value.is_needed or value.version != version - 1:
@@ -696,7 +718,7 @@ class OnlineTape(HookedMode):
             if storage is None:
                 continue
             value = value_of_storage(storage, self._run)
-            if not (value.readers_released if value is not None else storage._cdata in self._read_outside):
+            if not (value.readers_released if value is not None else storage in self._outside_reads):
                 continue
             copied: torch.UntypedStorage | None = None
             with self.releaser.releasing_nothing():
@@ -707,17 +729,11 @@ class OnlineTape(HookedMode):
                         self.releaser.remake(other)
                     elif value is None:
                         copied = copied or copy_before_write(None, storage)
-                        self._let_read(readers, storage, copied)
+                        self._outside_reads.let_read(readers, storage, copied)
                     elif copied is None:
                         copied = copy_before_write(value, storage)
             if copied is not None:
                 self.live.add(copied)
-
-    def _let_read(self, readers: list[Recipe], storage: torch.UntypedStorage, copy: torch.UntypedStorage) -> None:
-        """``readers`` read ``copy`` from now on; a write to ``storage`` is no concern of theirs."""
-        read_copies(readers, storage, copy)
-        others = self._read_outside[storage._cdata]
-        others[:] = [reference for reference in others if reference() not in readers]
 
     def note_reads_of_op(
         self, tensors: Iterable[torch.Tensor], written: Iterable[torch.Tensor] = ()
@@ -841,54 +857,6 @@ class OnlineTape(HookedMode):
     def handle(self, claim: Claim, tensor: torch.Tensor) -> SavedHandle:
         """What autograd holds for a tensor that may be released."""
         return SavedHandle(claim, tensor)
-
-
-class RunningOp:
-    """One op before it runs: room is made for it, and what it reads is named, since it may write that.
-
-    Attributes:
-        inputs: The tensors among its arguments. ``read_bytes``: of those that are no keywords.
-        written: Those that it writes.
-        room_bytes: What it is expected to take, where its shapes were asked for (``key``); else 0.
-    """
-
-    __slots__ = (
-        "args", "backward", "func", "inputs", "key", "kwargs", "need", "read_bytes", "recipe", "rng",
-        "room_bytes", "unreadable", "written",
-    )  # fmt: skip
-
-    def __init__(self, tape: OnlineTape, func: Any, args: tuple, kwargs: dict) -> None:
-        self.func, self.args, self.kwargs, self.need = func, args, kwargs, tape._expected.needs[func]
-        facts = self.need.facts
-        self.backward = in_last_backward()
-        tape._number += 1
-        self.inputs = tensors_of(args)
-        self.written = written_tensors(func, args, kwargs) if facts.writes else []
-        self.key: Key | None = None
-        self.read_bytes = self.room_bytes = 0
-        tape.make_room_for(self)
-        if self.written:
-            tape.keep_what_reads(self.written)
-        self.recipe: Recipe | None = None
-        self.rng: GeneratorState | None = None
-        self.unreadable = ""
-        if self.backward or tape._pauses:
-            return
-        tape.releaser.num_ops = tape._number
-        if facts.random and draws_random_numbers(func, args, kwargs):
-            created_on = torch.device(kwargs.get("device") or "cpu")
-            device = next((t.device for t in self.inputs), created_on)
-            tape.releaser.make_room(self.room_bytes + state_bytes(device))
-            self.rng = GeneratorState(device)
-            if state_bytes(device):
-                tape.live.add(self.rng.storage)
-        inputs = [*self.inputs, *tensors_in(kwargs)] if kwargs else self.inputs
-        read = tape.note_reads_of_op(inputs, self.written)
-        if not self.written:
-            try:
-                self.recipe = Recipe(func, args, kwargs, self.rng, tape._run, read)
-            except UnreadableError as error:
-                self.unreadable = str(error)
 
 
 def _is_given(tensor: torch.Tensor, storage: torch.UntypedStorage, inputs: list[torch.Tensor]) -> bool:

@@ -1,0 +1,38 @@
+"""One op of an online step while it runs."""
+
+from typing import Any
+
+from lowtide.step.backward_entry import in_last_backward
+from lowtide.step.execution_state import GeneratorState
+from lowtide.step.operators import tensors_of, written_tensors
+from lowtide.tape.online.online_values import Recipe
+from lowtide.tape.online.room import Key, Need
+
+
+class RunningOp:
+    """What is known of it before it runs.
+
+    Attributes:
+        backward: It runs in the step's backward.
+        inputs: The tensors among its arguments. ``read_bytes``: of those that are no keywords.
+        written: Those that it writes.
+        room_bytes: What it is expected to take, where its shapes were asked for (``key``); else 0.
+        recipe: What makes its outputs again. None: it writes, or reads what cannot be named (``unreadable`` says why).
+        rng: The generator's state before it, if it draws random numbers.
+    """
+
+    __slots__ = (
+        "args", "backward", "func", "inputs", "key", "kwargs", "need", "read_bytes", "recipe", "rng",
+        "room_bytes", "unreadable", "written",
+    )  # fmt: skip
+
+    def __init__(self, func: Any, args: tuple, kwargs: dict, need: Need) -> None:
+        self.func, self.args, self.kwargs, self.need = func, args, kwargs, need
+        self.backward = in_last_backward()
+        self.inputs = tensors_of(args)
+        self.written = written_tensors(func, args, kwargs) if need.facts.writes else []
+        self.key: Key | None = None
+        self.read_bytes = self.room_bytes = 0
+        self.recipe: Recipe | None = None
+        self.rng: GeneratorState | None = None
+        self.unreadable = ""
