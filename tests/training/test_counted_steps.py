@@ -62,6 +62,42 @@ def test_optimizer_state_and_gradients_that_are_there_count():
     assert status.last_peak_bytes == taken
 
 
+@pytest.mark.parametrize("as_what", [lambda output: output, lambda output: {"logits": output}, torch.Tensor.t])
+def test_what_the_loop_holds_of_the_last_output_was_there_before(as_what):
+    """As in ``outputs = model(**batch)``: the last one goes when the next one has been made."""
+    training = Training(share=1.5)
+    training.model.register_forward_hook(lambda module, given, output: as_what(output))
+    output = None
+
+    def step():
+        nonlocal output
+        output = training.model(training.batch)
+        next(iter(output.values() if isinstance(output, dict) else [output])).square().mean().backward()
+
+    with training.fit as fit:
+        for _ in range(4):
+            held = 0 if output is None else 512 * 64 * 4
+            taken = resident_bytes(training.model) + training.batch.nbytes + held + peak_bytes(step)
+            assert fit.status().last_peak_bytes == taken
+            training.model.zero_grad()
+            fit.wait()
+        assert fit.status().planned_steps == 3
+        assert fit.status().last_peak_bytes == fit.plan.predicted_peak_bytes
+
+
+def test_a_batch_that_a_model_gives_back_counts_once():
+    training = Training(share=1.5)
+    training.model.register_forward_hook(lambda module, given, output: (output, given[0]))
+    with training.fit as fit:
+        for _ in range(3):
+            output = training.model(training.batch)
+            output[0].square().mean().backward()
+            del output
+            training.model.zero_grad()
+            fit.wait()
+        assert fit.status().last_peak_bytes == fit.plan.predicted_peak_bytes
+
+
 def test_a_step_under_a_profiler_is_not_counted_and_that_is_told():
     training = Training()
     with training.fit as fit:

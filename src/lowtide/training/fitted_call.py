@@ -69,6 +69,7 @@ class FittedCall:
             output = call(*args, **kwargs)
             if self._step.phase is Phase.FORWARD:
                 self._step.graphs += marks_in(output)
+                self._lifecycle.memory.note_returned(output, (args, kwargs))
             return output
 
     def around(self, model: nn.Module, args: tuple, kwargs: dict) -> AbstractContextManager[None]:

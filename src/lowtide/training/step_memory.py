@@ -1,5 +1,8 @@
 """Lowers a model's budget when a step runs out of memory or others take it, and reports steps that went over it."""
 
+import weakref
+
+import torch
 from torch import nn
 
 from lowtide.device.block_size import in_blocks
@@ -8,10 +11,12 @@ from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import missing_bytes, tried_bytes
 from lowtide.options import WARN
 from lowtide.step.data_parallel import gradients_are_buckets, unseen_bucket_bytes
-from lowtide.step.operators import gradient_of, storage_of
+from lowtide.step.operators import allocated_bytes as storage_bytes
+from lowtide.step.operators import gradient_of, storage_of, tensors_in
 from lowtide.step.subclasses import plain_tensors
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.planned_bytes import PlannedBytes
+from lowtide.tape.values import is_view_of_leaf
 from lowtide.training.budget import StepBudget
 from lowtide.training.excess import ONLINE, OWN_BYTES, PLANNED, UNTOLD_SHARE, WHOLE, Excess
 from lowtide.training.memory_held import held_by_plan, held_now
@@ -57,6 +62,8 @@ class StepMemory:
         # Before the present step: all that was there, or, where nobody counts all, what is known to be.
         self._start_bytes = self._parameter_bytes = 0
         self._online_bytes = 0  # what the present step took, as an online tape counts it
+        # What calls of the last step returned, and whoever called may hold: its memory, by weak reference.
+        self._returned: list[weakref.ref[torch.UntypedStorage]] = []
 
     @property
     def highest_peak_bytes(self) -> int:
@@ -170,7 +177,29 @@ class StepMemory:
             if (segments := segments_of(device)) is not None:
                 step.foresee_from(segments)
         afresh = step is not None and step.counted_peak_bytes is None
-        self._peak.begin(device, self._start_bytes, afresh=afresh)
+        self._peak.begin(device, self._start_bytes + self._held_bytes(), afresh=afresh)
+
+    def note_returned(self, output: object, given: object) -> None:
+        """A call of the model that was ``given`` this has returned ``output``.
+
+        On a CPU nobody counts what is there before a step. What the loop holds of the last one is there until it binds
+        the next output (``logits, loss = model(x)``): it goes in mid-step, and counts as freed then.
+        """
+        if self._budget.counts_all:
+            return
+        known = {id(storage_of(tensor)) for tensor in tensors_in(given)}
+        for tensor in tensors_in(output):
+            storage = storage_of(tensor)
+            if storage is None or id(storage) in known or isinstance(tensor, nn.Parameter) or is_view_of_leaf(tensor):
+                continue
+            if tensor.device == self._budget.device:
+                known.add(id(storage))
+                self._returned.append(weakref.ref(storage))
+
+    def _held_bytes(self) -> int:
+        """What is there still of what calls of the last step returned."""
+        held, self._returned = [storage for reference in self._returned if (storage := reference()) is not None], []
+        return sum(map(storage_bytes, held))
 
     def made_bytes(self) -> int | None:
         """What the present step has made and still holds; None where nobody counts."""
