@@ -111,8 +111,9 @@ COMPILED = Feature(
     ),
     read=(
         "torch._functorch.partitioners", "torch._functorch.config", "torch._guards", "torch._inductor", "torch._dynamo",
+        "torch.fx.experimental._config",
     ),
-    attributes=("_input_metadata", "_saved_result", "_use_count", "_schema"),
+    attributes=("_input_metadata", "_saved_result", "_use_count", "_schema", "_update_version_counter"),
 )  # fmt: skip
 DIAGNOSIS = Feature(
     "lowtide.diagnose",

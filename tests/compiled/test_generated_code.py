@@ -125,7 +125,7 @@ def test_a_line_of_unknown_memory_is_refused_by_name(line):
 
 
 def test_a_number_among_the_inputs_is_refused():
-    with pytest.raises(UnreadableCodeError, match="'y': sizes are not fixed"):
+    with pytest.raises(UnreadableCodeError, match="takes the number 'y', which is no size"):
         read_code(HEAD + "        return (x, )\n", {"x": InputMemory(KIB, "x"), "y": InputMemory(None, "y")})
 
 

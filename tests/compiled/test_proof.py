@@ -30,21 +30,34 @@ def variant(name, clock, seconds):
     return SimpleNamespace(name=name, run=run, step_ms=0.0)
 
 
-def test_a_slow_first_run_is_no_sample_and_leaves_time_for_warm_ones(clock):
-    captured = SimpleNamespace(ambient=SimpleNamespace(entered=nullcontext), device=CPU, sample_inputs=lambda: [])
-    plain = variant("plain", clock, [9.0, 0.022, 0.022, 0.022, 0.010])  # which backward compiles, then cold caches
-    least = variant("least", clock, [0.012])
+def measurable():
+    return SimpleNamespace(ambient=SimpleNamespace(entered=nullcontext), device=CPU, sample_inputs=list)
 
-    proof.measure_ms(captured, plain, [least])
 
+def test_cold_runs_of_a_small_layer_leave_time_for_warm_ones(clock):
+    plain, least = variant("plain", clock, [0.022, 0.022, 0.022, 0.010]), variant("least", clock, [0.012])
+    proof.measure_ms(measurable(), plain, [least])
     assert (plain.step_ms, least.step_ms) == (pytest.approx(10.0), pytest.approx(12.0))
 
 
+def test_a_large_layer_runs_once_more_and_no_oftener(clock):
+    plain, least = variant("plain", clock, [2.0]), variant("least", clock, [3.0])
+    proof.measure_ms(measurable(), plain, [least])
+    assert (plain.step_ms, least.step_ms, clock.s) == (pytest.approx(2000.0), pytest.approx(3000.0), 5.0)
+
+
+def test_the_plain_variant_runs_once_to_prove_several(clock):
+    plain, same, other = (variant(name, clock, [1.0]) for name in ("plain", "same", "other"))
+    run = other.run
+    other.run = lambda *inputs: [t + 1 for t in run(*inputs)]
+    found = proof.why_not_equal(measurable(), [same, other], plain)
+    assert found == ["", "output 0 has other bits than in the plain compiled layer"] and clock.s == 3.0
+
+
 def test_a_later_variant_is_in_the_measure_of_the_first_time(clock):
-    captured = SimpleNamespace(ambient=SimpleNamespace(entered=nullcontext), device=CPU, sample_inputs=lambda: [])
     plain, later = variant("plain", clock, [0.020]), variant("later", clock, [0.030])
     plain.step_ms = 10.0  # when the processor was twice as fast
 
-    proof.measure_ms(captured, plain, [later])
+    proof.measure_ms(measurable(), plain, [later])
 
     assert (plain.step_ms, later.step_ms) == (10.0, pytest.approx(15.0))

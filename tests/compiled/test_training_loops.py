@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.compiled import captured_layer, compiled_model, layer_calls
+from lowtide.compiled import captured_layer, layer_calls
 from lowtide.compiled.compiled_plan import CompiledPlan
 from lowtide.compiled.counted_steps import CountedStep, CountedSteps
 from lowtide.compiled.generated_code import UnreadableCodeError
+from lowtide.compiled.input_shapes import shapes_of
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.step.batches import Call
 from lowtide.training.budget import StepBudget
@@ -142,10 +143,9 @@ def test_evaluation_of_any_number_of_lengths_runs_between_steps():
 def test_a_budget_that_no_plan_fits_leaves_the_plan_in_force_and_nothing_is_compiled_again(monkeypatch):
     compiled_now, compile_layer = [], captured_layer.CapturedLayer._compile
 
-    def counting(captured, partitioner, lowered, *, kernels, reuse):
-        if kernels:
-            compiled_now.append((id(captured), partitioner.saved))
-        return compile_layer(captured, partitioner, lowered, kernels=kernels, reuse=reuse)
+    def counting(captured, partitioner, lowered, *, reuse):
+        compiled_now.append((id(captured), partitioner.saved))
+        return compile_layer(captured, partitioner, lowered, reuse=reuse)
 
     monkeypatch.setattr(captured_layer.CapturedLayer, "_compile", counting)
     model, compiled = compiled_decoder()
@@ -338,7 +338,7 @@ def test_flags_and_names_part_steps_and_numbers_do_not():
     model = decoder(layers=2)
 
     def shapes(*args, **kwargs):
-        return compiled_model._shapes_of(args, kwargs, model)
+        return shapes_of(args, kwargs, model)
 
     parted = [(IDS,), (IDS, True), (IDS, False), (IDS, None), (IDS[:2],), (IDS.float(),)]
     named = [{"ids": IDS}, {"mask": IDS}, {"ids": IDS, "states": True}, {"ids": {"deep": IDS}}]

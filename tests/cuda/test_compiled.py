@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import compiled_sharded
+from support.ranks import on_every_rank
 from torch import nn
 
 import lowtide
@@ -50,6 +52,18 @@ def test_segments_that_do_not_grow_keep_the_budget_from_the_second_step_on(tmp_p
 
     assert line["counted_bytes"] <= line["predicted_bytes"] <= 0.6 * line["plain_bytes"]
     assert line["equal"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this PyTorch has no CUDA device: see make test-cuda")
+def test_sharded_layers_of_two_ranks_are_planned_inside_and_gather_no_more(monkeypatch):
+    monkeypatch.setenv("STANDIN_DEVICES", "2")  # the second one makes the values of compiled code
+    with torch.device("cuda"):
+        found = on_every_rank(compiled_sharded.training, "shard first")
+    for told in found:
+        assert told["found"] == told["expected"], "losses, gradients and collectives"
+        assert set(told["plan"].values()) != {"plain"} and told["reason"] == ""
+        assert told["measured"] == pytest.approx(told["predicted"], rel=1e-3) and told["predicted"] <= told["budget"]
 
 
 class Layer(nn.Module):

@@ -92,7 +92,7 @@ def layer_graph_of(function, *inputs):
     found = []
 
     def partition(gm, joint_inputs, *, num_fwd_outputs, **options):
-        def seen(graph, info, values):
+        def seen(graph, info, values, num_fwd_outputs):
             nodes = JointNodes(graph, info.is_required_fw, num_fwd_outputs)
             found.append(layer_graph(nodes, torch.device("cpu")))
 

@@ -1,4 +1,4 @@
-"""Runs in each rank of ``test_sharded.py``: compiled layers that FSDP2 shards, with and without a plan."""
+"""Runs in each rank of ``test_sharded.py`` and ``cuda/test_compiled.py``: compiled layers that FSDP2 shards."""
 
 from collections import Counter
 
@@ -22,6 +22,11 @@ def training(rank, order):
         order: Whether the layers are sharded before or after ``lowtide.compile``.
     """
     torch.set_num_threads(1)
+    device = torch.get_default_device()
+    if device.type == "cuda":
+        from cuda_standin import compiled_values
+
+        compiled_values.install()
     for name in COLLECTIVES:
         setattr(dist, name, counted(name, getattr(dist, name)))
     plain = made()
@@ -40,7 +45,9 @@ def training(rank, order):
     found = [step(compiled, model)]
     assert compiled.plan is not None, compiled.reason
     found += [step(compiled, model) for _ in range(2)]
-    peak = min(peak_bytes(lambda: step(compiled, model)) for _ in range(3))  # gloo's threads free when they come to it
+    peak = min(
+        peak_bytes(lambda: step(compiled, model), device) for _ in range(3)
+    )  # gloo's threads free when they come to it
     plan = compiled.plan  # of steps that find gradients there
     return {
         "expected": expected, "found": found, "plan": plan.layers, "predicted": plan.predicted_peak_bytes,
@@ -78,7 +85,7 @@ def step(run, model):
         if p.grad is not None:
             next(plain_tensors(p.grad)).zero_()
     sent.clear()
-    loss = run(IDS)
+    loss = run(IDS.to(torch.get_default_device()))
     loss.backward()
     gradients = [next(plain_tensors(p.grad)).flatten().tolist() for p in model.parameters()]
     return loss.item(), gradients, dict(sent)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -17,11 +17,13 @@ from torch._guards import TracingContext, tracing
 from lowtide.compiled import op_rates
 from lowtide.compiled.ambient import Ambient
 from lowtide.compiled.generated_code import BufferSpec, InputMemory, UnreadableCodeError, VariantMemory, read_code
-from lowtide.compiled.joint_nodes import JointNodes
+from lowtide.compiled.joint_nodes import JointNodes, is_size
+from lowtide.compiled.kernels_later import KernelsLater
 from lowtide.compiled.known_variants import layer_digest
 from lowtide.compiled.layer_graph import LayerGraph, layer_graph
 from lowtide.compiled.partitioner import PlannedPartitioner, draws
 from lowtide.compiled.saved_sets import SavedSet
+from lowtide.compiled.sizes import Sizes
 from lowtide.compiled.whole_rerun import storing_inputs_only
 from lowtide.device.generators import state_bytes
 from lowtide.device.names import device_name, is_accelerator
@@ -43,6 +45,7 @@ class Variant:
         step_ms: Forward and backward of one layer, measured, perhaps by an earlier run; 0 before.
         refused: Why it is not used; "" where nothing speaks against it.
         runs_again: It is the plain one, whose forward backward runs again as a whole.
+        holds_for: Conditions on sizes that its code takes for granted, and that Dynamo does not check.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Variant:
     step_ms: float = 0.0
     refused: str = ""
     runs_again: bool = False
+    holds_for: tuple[Any, ...] = ()
 
     @property
     def is_tried(self) -> bool:
@@ -61,12 +65,54 @@ class Variant:
 
 @dataclass(frozen=True)
 class _Lowered:
-    """A graph that Inductor has made code of."""
+    """A graph that Inductor has made code of.
 
-    placeholders: dict[str, BufferSpec | None]
+    Attributes:
+        placeholders: By name, what the graph was traced with.
+    """
+
+    placeholders: dict[str, Any]
     source: str
     backward: bool
     results: int
+
+
+@dataclass
+class _Made:
+    """Code that saves one set of values.
+
+    Attributes:
+        kernels: Those that are not compiled yet.
+        holds_for: Conditions on sizes under which it is right, and which Dynamo does not check.
+    """
+
+    run: Compiled
+    lowered: list[_Lowered]
+    chosen: tuple[str, ...]
+    kernels: KernelsLater
+    holds_for: tuple[Any, ...]
+
+
+@dataclass
+class _Graph:
+    """What is made of one captured graph, once for all sizes that it serves.
+
+    Attributes:
+        refused: By these names, why there is no code that serves more than one set of sizes.
+        made: By the names that are saved; None: PyTorch's own choice.
+        nodes: Of its joint graph.
+        key: Of that and the settings.
+        num_outputs: Values that the layer returns.
+        num_checked: So many conditions on sizes does Dynamo check; those that came later nobody does.
+    """
+
+    made: dict[tuple[str, ...] | None, _Made] = field(default_factory=dict)
+    nodes: JointNodes | None = None
+    draws: bool = False
+    key: str = ""
+    num_outputs: int = 0
+    num_checked: int = -1
+    refused: dict[tuple[str, ...] | None, UnreadableCodeError] = field(default_factory=dict)
 
 
 class CapturedLayer:
@@ -76,9 +122,12 @@ class CapturedLayer:
         graph: Dynamo's graph.
         inputs: What it was called with; parameters are kept, others only described.
         round_as_eager: Values of low precision are rounded inside fused kernels too.
+        dynamic: Its sizes may be symbols, so that it serves other calls too.
     """
 
-    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], *, round_as_eager: bool = False) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], *, round_as_eager: bool = False, dynamic: bool = False
+    ) -> None:
         self._round_as_eager = round_as_eager
         context = TracingContext.try_get()
         assert context is not None, "Dynamo calls a backend while it traces"
@@ -88,36 +137,67 @@ class CapturedLayer:
         self.ambient = Ambient.now(self.device.type)
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
         self._fakes = [n.meta.get("example_value", given) for n, given in zip(placeholders, inputs, strict=True)]
-        if any(not isinstance(f, torch.Tensor) for f in self._fakes):
+        self._symbols = {i: f.node.expr for i, f in enumerate(self._fakes) if isinstance(f, torch.SymInt) and dynamic}
+        if any(not isinstance(f, torch.Tensor) for i, f in enumerate(self._fakes) if i not in self._symbols):
             raise UnsupportedModelError(
-                "a compiled layer takes a number that changes between calls. lowtide.compile plans fixed sizes only: "
-                "pad the batches to a few lengths."
+                "a compiled layer takes a number that changes between calls. lowtide.compile plans fixed sizes, and "
+                "with dynamic=True sizes that change: pad the batches to a few lengths, or pass dynamic=True."
             )
         self.parameters = {i: t for i, t in enumerate(inputs) if isinstance(t, nn.Parameter)}
         self._parameter_specs = {i: BufferSpec.of(t) for i, t in self.parameters.items()}
-        self._others = {i: _Sample.of(t) for i, t in enumerate(inputs) if i not in self.parameters}
-        self.layer: LayerGraph | None = None
-        self.draws = False
-        self.plain_names: tuple[str, ...] = ()  # what PyTorch's own choice saves
-        self.key = ""  # of what earlier runs know
         self._settings = (str(self.device), device_name(self.device), self.ambient, round_as_eager, _settings())
-        self._plain: tuple[Compiled, list[_Lowered]] | None = None
-        self._num_outputs = 0
+        self._code = _Graph()
+        self._take([t.node.hint if isinstance(t, torch.SymInt) else t for t in inputs])
+
+    def _take(self, inputs: Sequence[Any]) -> None:
+        """Be for calls like the one with these inputs."""
+        self.sizes = Sizes(tuple(self._symbols.values()), self.numbers_of(inputs))
+        self._others = {i: _Sample.of(t) for i, t in enumerate(inputs) if i not in {*self.parameters, *self._symbols}}
+        self.layer: LayerGraph | None = None
+
+    def at(self, inputs: Sequence[Any]) -> CapturedLayer:
+        """The same graph for calls of other sizes; what is compiled is compiled for both."""
+        found = copy.copy(self)
+        found._take(inputs)
+        return found
+
+    def numbers_of(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """The sizes that ``inputs`` of the graph come with, in the order of its symbols."""
+        return tuple(int(inputs[i]) for i in self._symbols)
+
+    @property
+    def draws(self) -> bool:
+        """It takes numbers from a generator."""
+        return self._code.draws
+
+    @property
+    def plain_names(self) -> tuple[str, ...]:
+        """What PyTorch's own choice saves."""
+        return self._code.made[None].chosen
+
+    @property
+    def key(self) -> str:
+        """Of what earlier runs know."""
+        numbers = self.sizes.numbers
+        return hashlib.sha256(repr((self._code.key, numbers)).encode()).hexdigest()[:32] if numbers else self._code.key
 
     @property
     def input_specs(self) -> dict[int, BufferSpec]:
         """Of the inputs that are no parameters, by position."""
         return {i: sample.spec for i, sample in self._others.items()}
 
-    def sample_inputs(self) -> list[torch.Tensor]:
-        """Inputs like the captured ones: the layer's own parameters, random numbers for the rest.
+    def sample_inputs(self) -> list[Any]:
+        """Inputs like the captured ones: the layer's own parameters, sizes, random numbers for the rest.
 
         The memory of a parameter that is sharded is there during its layer's call alone: then it is random too.
         """
-        made: list[torch.Tensor] = []
+        made: list[Any] = []
+        numbers = dict(zip(self._symbols, self.sizes.numbers, strict=True))
         for i in range(len(self._fakes)):
             found = self.parameters.get(i)
-            if found is None:
+            if i in numbers:
+                made.append(numbers[i])
+            elif found is None:
                 made.append(self._others[i].tensor())
             elif found.untyped_storage().size() < self._parameter_specs[i].bytes:
                 made.append(_random(self._parameter_specs[i], found.device, found.requires_grad))
@@ -150,36 +230,84 @@ class CapturedLayer:
                 "cannot be read. Switch it off: torch._inductor.config.cpp_wrapper = False, or unset "
                 "TORCHINDUCTOR_CPP_WRAPPER."
             )
+        names = None if saved is None else tuple(sorted(saved.names or ()))
+        if names in self._code.refused:
+            raise self._code.refused[names]
+        made = self._code.made.get(names)
+        if made is None:
+            made = self._code.made[names] = self._made(names, kernels=kernels)
+        elif kernels:
+            made.kernels.compile()
+        if not all(map(self.sizes.meet, made.holds_for)):
+            raise UnreadableCodeError(f"its code holds for other sizes: {' and '.join(map(str, made.holds_for))}.")
+        assert self._code.nodes is not None
+        if self.layer is None:
+            self.layer = layer_graph(self._code.nodes.at(self.sizes), self.device)
+        if saved is None:
+            storages = {n: s for s, n in self.layer.names.items()}
+            stored = sum(self.layer.graph.storages[storages[n]].bytes for n in made.chosen if n in storages)
+            saved = SavedSet(None, stored, 0, 0, 0.0)
+        run = made.run if kernels else None
+        return Variant(name, saved, self._memory(made.lowered), run, holds_for=made.holds_for)
+
+    def _made(self, names: tuple[str, ...] | None, *, kernels: bool) -> _Made:
         lowered: list[_Lowered] = []
         chosen: list[str] = []
+        code = self._code
 
-        def seen(graph: fx.Graph, info: Any, values: list[fx.Node]) -> None:
-            chosen[:] = [n.name for n in values if n.op != "placeholder"]
-            if self.layer is None:
-                nodes = JointNodes(graph, info.is_required_fw, self._num_outputs)
-                self.draws = any(map(draws, nodes.nodes))
-                self.key = layer_digest(graph, *self._settings)
-                self.layer = layer_graph(nodes, self.device)
+        def seen(graph: fx.Graph, info: Any, values: list[fx.Node], num_outputs: int) -> None:
+            chosen[:] = [n.name for n in values if n.op != "placeholder" and not is_size(n)]
+            if code.nodes is None:
+                code.nodes = JointNodes(graph, info.is_required_fw, num_outputs, self.sizes)
+                code.num_outputs = num_outputs
+                code.draws = any(map(draws, code.nodes.nodes))
+                code.key = layer_digest(graph, *self._settings)
 
-        partitioner = _CountingPartitioner(None if saved is None else saved.names, seen, self)
-        run = self._compile(partitioner, lowered, kernels=kernels, reuse=saved is None)
-        if self.layer is None or len(lowered) != 2:
+        later = KernelsLater()
+        try:
+            with self._new_conditions() as conditions, nullcontext() if kernels else later.held():
+                run = self._compile(PlannedPartitioner(names, seen), lowered, reuse=names is None)
+        except UnreadableCodeError as error:
+            code.refused[names] = error
+            raise
+        if code.nodes is None or len(lowered) != 2:
             raise UnsupportedModelError(
                 f"a compiled layer became {len(lowered)} compiled graphs, not a forward and a backward. "
                 "Nothing in it needs a gradient, or it runs without gradients."
             )
-        if saved is None:
-            made = {n: s for s, n in self.layer.names.items()}
-            stored = sum(self.layer.graph.storages[made[n]].bytes for n in chosen if n in made)
-            saved = SavedSet(None, stored, 0, 0, 0.0)
-            self.plain_names = tuple(n for n in chosen if n in made)
-            self._plain = run, lowered
-        return Variant(name, saved, self._memory(lowered), run if kernels else None)
+        return _Made(run, lowered, tuple(chosen), later, tuple(conditions))
+
+    @contextmanager
+    def _new_conditions(self) -> Iterator[list[Any]]:
+        """Conditions on sizes that code which is made inside takes for granted, and that Dynamo does not check: it has
+        ended by then.
+
+        Raises:
+            UnreadableCodeError: the code would be for one size, at the end.
+        """
+        found: list[Any] = []
+        mode = self._context.fake_mode
+        environment: Any = None if mode is None else mode.shape_env
+        if not self._symbols or environment is None or not environment.frozen:
+            yield found
+            return
+        if self._code.num_checked < 0:
+            self._code.num_checked = len(environment.guards)
+        kept = environment.replacements, environment.var_to_range
+        before = [dict(one) for one in kept]
+        yield found
+        if not environment.replacements.keys().isdisjoint(self._symbols.values()):  # which other variants still have
+            for one, values in zip(kept, before, strict=True):
+                one.clear()
+                one.update(values)
+            environment._update_version_counter()
+            raise UnreadableCodeError("its code is for one size only.")
+        # All since then: what one compilation has asked for, the next one takes as known.
+        found += [guard.expr for guard in environment.guards[self._code.num_checked :]]
 
     def run_again(self, name: str) -> Variant:
         """The layer as PyTorch compiles it, storing nothing: backward runs it again as a whole."""
-        assert self._plain is not None, "the plain variant is made first"
-        run, lowered = self._plain
+        run, lowered = self._code.made[None].run, self._code.made[None].lowered
         once, held = self._memory(lowered), self._memory(lowered, holds_given=True)
         kept = once.stored_bytes + once.saved_output_bytes
         state = state_bytes(self.device) if self.draws else 0
@@ -196,17 +324,17 @@ class CapturedLayer:
 
     def inference(self) -> Compiled:
         """The layer compiled for calls without gradients, as PyTorch does."""
-        return self._compile(None, [], kernels=True, reuse=True)
+        return self._compile(None, [], reuse=True)
 
-    def _compile(
-        self, partitioner: PlannedPartitioner | None, lowered: list[_Lowered], *, kernels: bool, reuse: bool
-    ) -> Compiled:
+    def _compile(self, partitioner: PlannedPartitioner | None, lowered: list[_Lowered], *, reuse: bool) -> Compiled:
         from torch._functorch import config as functorch_config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
             made = compile_fx_inner(gm, example_inputs, **options)
-            lowered.append(_Lowered(_specs(gm), made.source_code, bool(options.get("is_backward")), _results(gm)))
+            lowered.append(
+                _Lowered(_placeholders(gm), made.source_code, bool(options.get("is_backward")), _results(gm))
+            )
             return made
 
         patches: dict[str, Any] = {"allow_buffer_reuse": reuse}
@@ -214,13 +342,11 @@ class CapturedLayer:
             patches["emulate_precision_casts"] = True
         if partitioner is not None:
             patches["custom_partitioner_fn"] = partitioner
-        if not kernels:
-            patches["fx_graph_cache"] = False
         # Backward is otherwise lowered when it first runs, under other settings. PyTorch's cache of whole functions
         # would hand out code whose text is not there to be read; compiled kernels and graphs are cached all the same.
         functorch = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
         ambient = self.ambient.entered() if partitioner is not None else nullcontext()
-        with ambient, tracing(self._context), functorch_config.patch(functorch), _kernels_compiled(kernels):
+        with ambient, tracing(self._context), functorch_config.patch(functorch):
             return compile_fx(
                 copy.deepcopy(self._graph), list(self._fakes), inner_compile=inner, config_patches=patches
             )
@@ -229,20 +355,23 @@ class CapturedLayer:
         """By its code. ``holds_given``: inputs and gradients are held elsewhere until backward has ended."""
         ahead = next(x for x in lowered if not x.backward)
         back = next(x for x in lowered if x.backward)
-        inputs = {name: InputMemory(spec, name) for name, spec in ahead.placeholders.items()}
+        specs = {name: _spec(value, self.sizes) for name, value in back.placeholders.items()}
+        inputs = {name: InputMemory(_spec(value, self.sizes), name) for name, value in ahead.placeholders.items()}
         read = partial(
             read_code, workspace=partial(op_rates.workspace_bytes, device=self.device), device_type=self.device.type
         )
         forward = read(ahead.source, inputs)
         positions = {name: i for i, name in enumerate(ahead.placeholders)}
-        returned = set(forward.returned[: self._num_outputs])
-        stored = forward.returned[self._num_outputs :]
-        held = list(back.placeholders)[: len(stored)]
+        returned = set(forward.returned[: self._code.num_outputs])
+        stored = list(forward.returned[self._code.num_outputs :])
+        sizes = [name for name, spec in specs.items() if not isinstance(spec, BufferSpec)]
+        stored = [None] * len(sizes) + stored[: len(stored) - len(sizes)]  # backward takes sizes first
+        held = list(specs)[: len(stored)]
         if len(forward.returned) != ahead.results:
             raise UnreadableCodeError(f"generated code returns {len(forward.returned)} values, not {ahead.results}.")
         given: dict[str, InputMemory] = {}
         for name, block in zip(held, stored, strict=False):
-            spec = back.placeholders[name]
+            spec = specs[name]
             if isinstance(block, str):  # an input of the layer
                 position = positions[block]
                 sample = self._others.get(position)
@@ -252,9 +381,10 @@ class CapturedLayer:
             else:
                 size = 0 if block in returned else forward.block_bytes.get(block, 0) if block is not None else 0
                 given[name] = InputMemory(spec, block, size)
-        for name in list(back.placeholders)[len(stored) :]:  # gradients
-            spec = back.placeholders[name]
-            given[name] = InputMemory(spec, name, spec.bytes if spec and not holds_given else 0)
+        for name in list(specs)[len(stored) :]:  # gradients
+            spec = specs[name]
+            size = spec.bytes if isinstance(spec, BufferSpec) and not holds_given else 0
+            given[name] = InputMemory(spec, name, size)
         backward = read(back.source, given)
         kept = {b for b in stored if isinstance(b, int)}
         return VariantMemory(
@@ -265,22 +395,6 @@ class CapturedLayer:
             backward_end_bytes=backward.end_bytes,
             saved_output_bytes=sum(forward.block_bytes[b] for b in kept & returned),
         )
-
-
-class _CountingPartitioner(PlannedPartitioner):
-    """Notes how many values the layer returns, which only the partitioner gets."""
-
-    def __init__(self, saved: Sequence[str] | None, seen: Any, captured: CapturedLayer) -> None:
-        super().__init__(saved, seen)
-        self._captured: CapturedLayer | None = captured
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_captured": None}
-
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
-        if self._captured is not None:
-            self._captured._num_outputs = int(options["num_fwd_outputs"])
-        return super().__call__(gm, joint_inputs, **options)
 
 
 @dataclass(frozen=True)
@@ -299,7 +413,8 @@ class _Sample:
 
     def tensor(self) -> torch.Tensor:
         if self.copy is not None:
-            return self.copy.to(self.device, copy=True)
+            made = torch.empty_strided(self.spec.size, self.spec.stride, dtype=self.spec.dtype, device=self.device)
+            return made.copy_(self.copy)
         return _random(self.spec, self.device, self.requires_grad)
 
 
@@ -318,33 +433,20 @@ def _settings() -> tuple[str, str]:
     return inductor_config.get_hash().hex(), functorch_config.get_hash().hex()
 
 
-def _specs(gm: fx.GraphModule) -> dict[str, BufferSpec | None]:
-    found = {}
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            value = node.meta.get("val")
-            found[str(node.target)] = BufferSpec.of(value) if isinstance(value, torch.Tensor) else None
-    return found
+def _placeholders(gm: fx.GraphModule) -> dict[str, Any]:
+    return {str(node.target): node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"}
+
+
+def _spec(value: Any, sizes: Sizes) -> BufferSpec | int | None:
+    """What generated code is given for a placeholder."""
+    if isinstance(value, torch.Tensor):
+        return BufferSpec.of(value, sizes)
+    return sizes.of(value) if isinstance(value, torch.SymInt) else None
 
 
 def _results(gm: fx.GraphModule) -> int:
     returned = next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0]
     return len(returned) if isinstance(returned, (list, tuple)) else 1
-
-
-@contextmanager
-def _kernels_compiled(wanted: bool) -> Iterator[None]:
-    """Whether kernels of C++ and Triton are compiled; without, the made code can be read and not run."""
-    if wanted:
-        yield
-        return
-    from torch._inductor.async_compile import AsyncCompile
-
-    with (
-        patch.object(AsyncCompile, "cpp_pybinding", lambda self, *args, **kwargs: _not_compiled),
-        patch.object(AsyncCompile, "triton", lambda self, *args, **kwargs: _not_compiled),
-    ):
-        yield
 
 
 def _check_sends_nothing(inputs: Sequence[Any]) -> None:
@@ -359,7 +461,3 @@ def device_of(values: Sequence[Any]) -> torch.device:
     """The accelerator that the first of ``values`` lies on that lies on one; else the CPU."""
     devices = (t.device for t in values if isinstance(t, torch.Tensor))
     return next(filter(is_accelerator, devices), torch.device("cpu"))
-
-
-def _not_compiled(*args: Any) -> None:
-    raise AssertionError("this code was made to be read, not to run")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -19,12 +20,13 @@ from lowtide.compiled.captured_layer import device_of
 from lowtide.compiled.choice import called
 from lowtide.compiled.compiled_plan import CompiledPlan
 from lowtide.compiled.counted_steps import CountedSteps
+from lowtide.compiled.input_shapes import InputShapes, shapes_of
 from lowtide.compiled.layer_calls import LayerCall, LayerKind, Session
 from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, is_of
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import StepPlanner
 from lowtide.device import allocation_counter, values_off
-from lowtide.device.names import autocast_types, is_accelerator
+from lowtide.device.names import is_accelerator
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
 from lowtide.pytorch_internals import COMPILED, is_unchecked, why_unchecked
 from lowtide.reports.terminal import fit_report
@@ -50,6 +52,7 @@ def compile(  # torch's word for it
     budget: int | str | None = None,
     layers: Sequence[str] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    dynamic: bool = False,
     round_as_eager: bool = False,
 ) -> CompiledModel:
     """Compile each repeated layer of ``model`` so that a training step stays within ``budget`` and is fastest.
@@ -64,6 +67,8 @@ def compile(  # torch's word for it
         layers: Patterns of module paths (``"model.layers.*"``) instead of the repeated modules that are found;
             ``["*"]`` is the model as one graph.
         optimizer: Its state counts as resident from the first step on. One that nobody passes is found when it steps.
+        dynamic: Compile once for all sizes, as ``torch.compile(dynamic=True)`` does. A plan is made for the largest
+            inputs that came and serves the smaller ones. Without, each set of input shapes is compiled and planned.
         round_as_eager: Compile with Inductor's ``emulate_precision_casts``. In bfloat16 and float16 a fused kernel
             keeps more digits than the memory between two kernels, so variants seldom have the bits of the plain layer,
             and are left out. With this all round alike; gradients are those of layers compiled with that setting.
@@ -74,7 +79,9 @@ def compile(  # torch's word for it
             refused by its first call.
         ValueError, TypeError: ``budget`` makes no sense.
     """
-    return CompiledModel(model, budget=budget, layers=layers, optimizer=optimizer, round_as_eager=round_as_eager)
+    return CompiledModel(
+        model, budget=budget, layers=layers, optimizer=optimizer, dynamic=dynamic, round_as_eager=round_as_eager
+    )
 
 
 class _PlannedCall:
@@ -110,6 +117,7 @@ class CompiledModel(nn.Module):
         budget: int | str | None,
         layers: Sequence[str] | None,
         optimizer: torch.optim.Optimizer | None,
+        dynamic: bool = False,
         round_as_eager: bool = False,
     ) -> None:
         super().__init__()
@@ -117,17 +125,21 @@ class CompiledModel(nn.Module):
         names = _layers_of(model, layers)
         self.__dict__["_model"] = model  # no submodule: names of parameters stay
         self.__dict__["_session"] = session = Session()
-        self._optimizer, self._patterns, self._round_as_eager = optimizer, layers, round_as_eager
+        self._optimizer, self._patterns = optimizer, layers
+        self._dynamic, self._round_as_eager = dynamic, round_as_eager
         self.training = model.training
-        self._planners: dict[str, StepPlanner] = {}
-        self._plans: dict[str, CompiledPlan] = {}
-        self._pending: tuple[str, MemoryBetweenLayers, int, int] | None = None
+        self._planners: dict[InputShapes, StepPlanner] = {}
+        self._plans: dict[InputShapes, CompiledPlan] = {}
+        self._pending: tuple[InputShapes, MemoryBetweenLayers, int, int] | None = None
         self._last_plan: CompiledPlan | None = None
-        self._unplanned: set[str] = set()  # input shapes that no plan holds for: each layer runs its leanest
+        self._unplanned: set[InputShapes] = set()  # input shapes that no plan holds for: each layer runs its leanest
+        self._alone: set[InputShapes] = set()  # which no plan for larger inputs serves
         self._num_calls = 0
-        self._last_calls: dict[str, int] = {}  # number of the last call, by input shapes
+        self._last_calls: dict[InputShapes, int] = {}  # number of the last call, by input shapes
         self._softmaxes = SoftmaxGradients(partial(is_of, session))
-        self._held_bytes: dict[str, int] = {}  # by input shapes: gradients not written over when the step was watched
+        self._held_bytes: dict[
+            InputShapes, int
+        ] = {}  # by input shapes: gradients not written over when the step was watched
         self._is_unchecked, self.reason = is_unchecked(COMPILED), why_unchecked(COMPILED)
         self._notices = Notices()
         # What is there beside the layers' own: of the budget it is asked nothing.
@@ -146,9 +158,10 @@ class CompiledModel(nn.Module):
         kinds: dict[type, LayerKind] = {}
         self._calls: dict[str, LayerCall] = {}
         modules = dict(model.named_modules())
+        how = {"round_as_eager": round_as_eager, "dynamic": dynamic}
         for name in names:
             module = modules[name]
-            kind = kinds.setdefault(type(module), LayerKind(session, whole=name == "", round_as_eager=round_as_eager))
+            kind = kinds.setdefault(type(module), LayerKind(session, whole=name == "", **how))
             backend = "inductor" if self._is_unchecked else kind
             self._calls[name] = LayerCall(name, module, backend, session)
         self._own_call = _PlannedCall(self, model._compiled_call_impl)
@@ -250,7 +263,8 @@ class CompiledModel(nn.Module):
     def __reduce__(self) -> tuple:
         """Copies and pickles hold the model and the settings. What is compiled is made anew by their first step."""
         self._check_in_force()
-        options = {"layers": self._patterns, "optimizer": self._optimizer, "round_as_eager": self._round_as_eager}
+        options = {"layers": self._patterns, "optimizer": self._optimizer}
+        options |= {"dynamic": self._dynamic, "round_as_eager": self._round_as_eager}
         return _compiled_anew, (self._model, self._budget, options)
 
     def _check_in_force(self) -> None:
@@ -268,32 +282,42 @@ class CompiledModel(nn.Module):
         self._plan_watched()
         self._keep_budget()
         self._find_held_gradients()
-        shapes = _shapes_of(args, kwargs, self._model)
+        shapes = shapes_of(args, kwargs, self._model)
         self._num_calls += 1
         self._last_calls[shapes] = self._num_calls
-        plan = self._plans.get(shapes)
+        planned_as = self._planned_as(shapes)
+        plan = self._plans.get(planned_as)
         self._last_plan = plan or self._last_plan
         session.not_as_planned, session.training = "", session.training or bool(self._plans)
-        self._count(shapes, plan, Call(args, kwargs))
+        self._count(planned_as, plan, Call(args, kwargs))
         if self._is_unchecked:
-            with _many_shapes():
+            with _many_shapes(dynamic=self._dynamic):
                 outputs = self._call_model(*args, **kwargs)
             self._follow_backward(shapes, outputs)
             return outputs
-        with _many_shapes():
+        with _many_shapes(dynamic=self._dynamic):
             if plan is None and shapes not in self._unplanned:
                 outputs = self._watched(shapes, args, kwargs)
             else:
                 session.variants = {} if plan is None else plan.layers  # none: each runs its leanest
-                session.shapes = {} if plan is None else self._planners[shapes].shapes
+                session.shapes = {} if plan is None else self._planners[planned_as].shapes
                 outputs = self._call_model(*args, **kwargs)
         if session.not_as_planned:
             self._counted.leave_plan(session.not_as_planned)
+            if planned_as != shapes:
+                self._alone.add(shapes)
             self._lose_plan(shapes, session.not_as_planned)
         self._follow_backward(shapes, outputs)
         return outputs
 
-    def _count(self, shapes: str, plan: CompiledPlan | None, call: Call) -> None:
+    def _planned_as(self, shapes: InputShapes) -> InputShapes:
+        """Whose plan these inputs run by: their own, or that of the least larger ones."""
+        if not self._dynamic or shapes in self._plans or shapes in self._alone:
+            return shapes
+        larger = [other for other in self._plans if other.covers(shapes)]
+        return min(larger, key=lambda other: math.prod(other.sizes), default=shapes)
+
+    def _count(self, shapes: InputShapes, plan: CompiledPlan | None, call: Call) -> None:
         """A step begins."""
         is_watched = plan is None and shapes not in self._unplanned and not self._is_unchecked
         why_not = "" if plan is not None else WATCHED if is_watched else self.reason
@@ -305,7 +329,7 @@ class CompiledModel(nn.Module):
         known = self._last_plan.budget_bytes if self._last_plan is not None else self._budget
         return known if isinstance(known, int) else None
 
-    def _plan_for(self, shapes: str, budget: int | float | None) -> CompiledPlan:
+    def _plan_for(self, shapes: InputShapes, budget: int | float | None) -> CompiledPlan:
         """Raises: BudgetInfeasibleError."""
         began_s = time.perf_counter()
         try:
@@ -342,7 +366,7 @@ class CompiledModel(nn.Module):
             if planner.add_state(state_bytes) and shapes in self._plans:
                 self._plan_again(shapes, self._budget)
 
-    def _plan_again(self, shapes: str, budget: int | float | None) -> None:
+    def _plan_again(self, shapes: InputShapes, budget: int | float | None) -> None:
         try:
             self._last_plan = self._plans[shapes] = self._plan_for(shapes, budget)
         except BudgetInfeasibleError as error:
@@ -351,15 +375,16 @@ class CompiledModel(nn.Module):
 
     def _find_held_gradients(self) -> None:
         """Warn of a gradient that was written over in the watched step and was held elsewhere in the last backward."""
-        last = max(self._last_calls, key=self._last_calls.__getitem__, default="")
-        more = self._softmaxes.held_bytes - self._held_bytes.get(last, self._softmaxes.held_bytes)
+        last = max(self._last_calls, key=self._last_calls.__getitem__, default=None)
+        watched = None if last is None else self._held_bytes.get(self._planned_as(last))
+        more = 0 if watched is None else self._softmaxes.held_bytes - watched
         if more > 0:
             self._tell(
                 f"something holds a softmax's gradient of {format_bytes(more)}, a hook or a mode perhaps, which "
                 "nothing held when the step was watched. It is not written over: a step may take that more than planned"
             )
 
-    def _follow_backward(self, shapes: str, outputs: Any) -> None:
+    def _follow_backward(self, shapes: InputShapes, outputs: Any) -> None:
         """Note the backward of this call. One that comes after the next call has begun is told: no plan counts both."""
         number, model = self._num_calls, weakref.ref(self)
 
@@ -384,7 +409,7 @@ class CompiledModel(nn.Module):
             if tensor.requires_grad:
                 tensor.register_hook(begun)
 
-    def _lose_plan(self, shapes: str, why: str) -> None:
+    def _lose_plan(self, shapes: InputShapes, why: str) -> None:
         """No later budget brings it back: what it was made from is no longer what runs."""
         plan = self._plans.pop(shapes, None)
         self._planners.pop(shapes, None)
@@ -400,7 +425,7 @@ class CompiledModel(nn.Module):
             self._notices.note(why.rstrip("."))
         self.reason = why
 
-    def _watched(self, shapes: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _watched(self, shapes: InputShapes, args: tuple, kwargs: dict[str, Any]) -> Any:
         session: Session = self._session
         resident, state = self._resident_bytes(Call(args, kwargs))
         watch = MemoryBetweenLayers(self._device)
@@ -493,11 +518,22 @@ class CompiledModel(nn.Module):
         return self
 
 
-def _many_shapes() -> AbstractContextManager[Any]:
-    """Inside, Dynamo compiles one code object for many layers and shapes."""
-    return torch._dynamo.config.patch(
-        recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=4 * _RECOMPILE_LIMIT
-    )
+@contextmanager
+def _many_shapes(*, dynamic: bool) -> Iterator[None]:
+    """Inside, Dynamo compiles one code object for many layers and shapes.
+
+    Where sizes are symbols, numbers in a layer's code stay numbers, and equal sizes are not taken for one.
+    """
+    limits: dict[str, Any] = {
+        "recompile_limit": _RECOMPILE_LIMIT,
+        "accumulated_recompile_limit": 4 * _RECOMPILE_LIMIT,
+    }
+    with ExitStack() as patched:
+        if dynamic:
+            patched.enter_context(torch.fx.experimental._config.patch(use_duck_shape=False))
+            limits["specialize_float"] = True
+        patched.enter_context(torch._dynamo.config.patch(limits))
+        yield
 
 
 def _compiled_anew(model: nn.Module, budget: int | float | None, options: dict[str, Any]) -> CompiledModel:
@@ -513,28 +549,6 @@ def _parsed(budget: int | str | None) -> int | float | None:
     if isinstance(parsed, str):
         raise ValueError('budget="auto" is not offered for compiled models. Pass bytes, "6GiB" or "40%".')
     return parsed
-
-
-def _shapes_of(args: tuple, kwargs: dict[str, Any], model: nn.Module) -> str:
-    """What distinguishes steps that have plans of their own: tensors, names and flags, no other values."""
-    enabled = [kind for kind in autocast_types() if torch.is_autocast_enabled(kind)]
-    autocast = " ".join(f"{kind} {torch.get_autocast_dtype(kind)}" for kind in enabled)
-    # Whether there is a gradient already: backward makes it, or adds to it.
-    trained = "".join("012"[p.requires_grad * (1 + (p.grad is not None))] for p in model.parameters())
-    specs = [_spec_of(args), _spec_of(kwargs)]
-    return " ".join([*specs, f"training={model.training}", f"autocast={autocast}", f"trained={trained}"])
-
-
-def _spec_of(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)}{value.dtype}"
-    if value is None or isinstance(value, bool):
-        return str(value)
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_spec_of, value))}]"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name}={_spec_of(value[name])}" for name in sorted(value, key=str))
-    return type(value).__name__ + "".join(map(_spec_of, batch_tensors(value)))
 
 
 def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:

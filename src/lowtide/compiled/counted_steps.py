@@ -12,6 +12,7 @@ from torch import nn
 
 from lowtide.compiled.captured_layer import device_of
 from lowtide.compiled.compiled_plan import CompiledPlan
+from lowtide.compiled.input_shapes import InputShapes
 from lowtide.device.memory import allocated_bytes
 from lowtide.device.names import is_accelerator
 from lowtide.step.batches import Call
@@ -27,7 +28,7 @@ class CountedStep(NamedTuple):
     One alone may err high by chance: a collective's thread frees its buffers when it comes to it.
     """
 
-    shapes: str
+    shapes: InputShapes
     plan: CompiledPlan
     peak_bytes: int
 
@@ -43,14 +44,14 @@ class CountedSteps:
         self.counters = Counters()
         self._memory, self._peak = memory, StepPeak(notices)
         self._counted: list[CompiledPlan] = []  # plans of which a step was counted
-        self._open: tuple[str, CompiledPlan | None] | None = None
+        self._open: tuple[InputShapes, CompiledPlan | None] | None = None
         self._budget_bytes: int | None = None  # of the present step
         self._why_not_planned, self._is_reached = "", False
-        self._last: dict[str, CountedStep] = {}  # by input shapes
+        self._last: dict[InputShapes, CountedStep] = {}  # by input shapes
         self._found: CountedStep | None = None
 
     def begin(
-        self, model: nn.Module, call: Call, shapes: str, plan: CompiledPlan | None, *, budget_bytes: int | None,
+        self, model: nn.Module, call: Call, shapes: InputShapes, plan: CompiledPlan | None, *, budget_bytes: int | None,
         why_not: str,
     ) -> None:  # fmt: skip
         """A call with gradients begins, under ``plan``; None: ``why_not`` says why.

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lowtide.compiled.sizes import FIXED, Sizes
 from lowtide.device.block_size import in_blocks
 from lowtide.device.names import is_accelerator
 from lowtide.errors import LowtideError
@@ -43,8 +44,8 @@ class BufferSpec:
         return span(self.size, self.stride) * self.dtype.itemsize
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> BufferSpec:
-        return BufferSpec(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype)
+    def of(tensor: torch.Tensor, sizes: Sizes = FIXED) -> BufferSpec:
+        return BufferSpec(tuple(map(sizes.of, tensor.shape)), tuple(map(sizes.of, tensor.stride())), tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,12 @@ class InputMemory:
     """A graph input, and the memory that goes when the function lets go of it.
 
     Attributes:
-        spec: None for a number.
+        spec: A number for a size; None for any other number.
         block: Which memory it lies in; inputs with the same one share it.
         bytes: Of that memory; 0 where something else holds it.
     """
 
-    spec: BufferSpec | None
+    spec: BufferSpec | int | None
     block: object
     bytes: int = 0
 
@@ -323,7 +324,10 @@ def read_code(
     for name in taken:
         given = inputs[name]
         if given.spec is None:
-            raise UnreadableCodeError(f"generated code takes the number {name!r}: sizes are not fixed.")
+            raise UnreadableCodeError(f"generated code takes the number {name!r}, which is no size.")
+        if isinstance(given.spec, int):
+            args.append(given.spec)
+            continue
         if given.block not in blocks:
             blocks[given.block] = _Block(counter, given.bytes, name)
         args.append(_StandIn(reader, blocks[given.block], given.spec))

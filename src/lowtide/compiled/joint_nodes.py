@@ -5,6 +5,9 @@ for what several later kernels read, and for what the graph returns. All else is
 it. These rules follow its scheduler; what it really did is read from its code afterwards (``generated_code.py``).
 """
 
+from __future__ import annotations
+
+import copy
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 from torch import fx
 
 from lowtide.compiled.partitioner import draws
+from lowtide.compiled.sizes import FIXED, Sizes
 
 aten, prims = torch.ops.aten, torch.ops.prims
 VIEWS = {
@@ -54,9 +58,9 @@ def is_reduction(node: fx.Node) -> bool:
     return packet_of(node) in REDUCTIONS
 
 
-def bytes_of(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return int(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
+def is_size(node: fx.Node) -> bool:
+    """A number that stands for a size, and takes no memory."""
+    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def base_of(node: fx.Node) -> fx.Node:
@@ -69,14 +73,23 @@ def base_of(node: fx.Node) -> fx.Node:
 class JointNodes:
     """The nodes of one joint graph, classified.
 
+    Args:
+        graph: Its nodes.
+        is_forward: Whether a node is needed for what forward returns.
+        num_outputs: How many values forward returns.
+        sizes: Of this call.
+
     Attributes:
         materialised: Values that get memory, in order; of an operator with several outputs the parts.
         is_forward: Whether a node is needed for what forward returns.
     """
 
-    def __init__(self, graph: fx.Graph, is_forward: Callable[[fx.Node], bool], num_outputs: int) -> None:
+    def __init__(
+        self, graph: fx.Graph, is_forward: Callable[[fx.Node], bool], num_outputs: int, sizes: Sizes = FIXED
+    ) -> None:
         from torch._functorch.partitioners import get_default_op_list
 
+        self.sizes = sizes
         self._ops = get_default_op_list()
         self.nodes = list(graph.nodes)
         self.order = {node: i for i, node in enumerate(self.nodes)}
@@ -89,6 +102,15 @@ class JointNodes:
         self._readers: dict[fx.Node, list[fx.Node]] = {}
         self.materialised = [n for n in self.nodes if n.op == "call_function" and self._is_materialised(n)]
         self._kept = set(self.materialised)
+
+    def at(self, sizes: Sizes) -> JointNodes:
+        """The same nodes in a call of other sizes."""
+        found = copy.copy(self)
+        found.sizes = sizes
+        return found
+
+    def bytes_of(self, node: fx.Node) -> int:
+        return self.sizes.bytes_of(node.meta.get("val"))
 
     def is_extern(self, node: fx.Node) -> bool:
         """A kernel of its own that Inductor calls and does not write."""
@@ -104,18 +126,18 @@ class JointNodes:
         if node not in self._readers:
             found: list[fx.Node] = []
             for user in node.users:
-                found += self.readers(user) if is_view(user) else [user]
+                found += self.readers(user) if is_view(user) else [] if is_size(user) else [user]
             self._readers[node] = list(dict.fromkeys(found))
         return self._readers[node]
 
     def _is_materialised(self, node: fx.Node) -> bool:
-        if is_view(node) or isinstance(node.meta.get("val"), (tuple, list)):
+        if is_view(node) or is_size(node) or isinstance(node.meta.get("val"), (tuple, list)):
             return False  # the parts of several outputs are values, the whole is none
         if is_part(node) or self.is_extern(node) or is_reduction(node) or draws(node):
             return True
         if node in self.returned_forward or node in self.returned_backward:
             return True
-        if bytes_of(node) == 0:
+        if self.bytes_of(node) == 0:
             return False
         readers = [r for r in self.readers(node) if r.op != "output"]
         if any(self.is_extern(r) for r in readers):
@@ -137,7 +159,7 @@ class JointNodes:
         work = list(start.all_input_nodes)
         while work:
             read = base_of(work.pop())
-            if read in seen:
+            if read in seen or is_size(read):
                 continue
             seen.add(read)
             if read in self._kept or read.op in ("placeholder", "get_attr"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from lowtide.compiled.choice import called
 from lowtide.compiled.known_variants import KnownVariant, KnownVariants
 from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, mark
 from lowtide.compiled.proof import why_not_equal
-from lowtide.compiled.saved_sets import SavedSet, least, least_peak
+from lowtide.compiled.saved_sets import SavedSet, least, least_peak, saving
 from lowtide.errors import LowtideError, UnsupportedModelError
 from lowtide.step.batches import batch_tensors
 from lowtide.step.subclasses import is_sharded
@@ -44,6 +44,9 @@ class Session(threading.local):
 class LayerShape:
     """One kind of layer at one set of input shapes: its variants, of which each layer runs one.
 
+    Args:
+        other: The same graph at other sizes. What is compiled for those serves these too.
+
     Attributes:
         variants: By name; ``plain``, ``least`` and ``run again`` are always there.
         proposed: By name, what the solver proposes and has no code yet.
@@ -51,23 +54,34 @@ class LayerShape:
             others run.
     """
 
-    def __init__(self, captured: CapturedLayer, session: Session, *, whole: bool = False) -> None:
+    def __init__(
+        self, captured: CapturedLayer, session: Session, *, whole: bool = False, other: LayerShape | None = None
+    ) -> None:
         self.captured, self._session, self.whole = captured, session, whole
         plain = captured.variant(PLAIN, None)
         assert captured.layer is not None
         self.known = KnownVariants(captured.key)
         known = self.known.variants
-        saved = known[LEAST].saved if LEAST in known else (least_peak if whole else least)(captured.layer)
-        smallest = captured.variant(LEAST, saved)
-        self.variants = {PLAIN: plain, LEAST: smallest, AGAIN: captured.run_again(AGAIN)}
+        self.variants: dict[str, Variant] = {PLAIN: plain, AGAIN: captured.run_again(AGAIN)}
+        if whole or LEAST not in known:
+            if other is not None:
+                saved = saving(captured.layer, other.variants[LEAST].saved.names or ())
+            else:
+                saved = known[LEAST].saved if LEAST in known else (least_peak if whole else least)(captured.layer)
+            # Layer by layer the first step runs the plain code again, which needs no kernels more.
+            self.variants[LEAST] = captured.variant(LEAST, saved, kernels=whole)
         for name, found in known.items():
             if name in self.variants:
                 self.variants[name].step_ms = found.step_ms
             else:
                 self.variants[name] = Variant(name, found.saved, found.memory, None, found.step_ms, found.refused)
-        for variant in (smallest, self.variants[AGAIN]):
-            variant.refused = why_not_equal(captured, variant, plain)
+        proven = [self.variants[name] for name in (LEAST, AGAIN) if self.variants[name].run is not None]
+        for variant, reason in zip(proven, why_not_equal(captured, proven, plain), strict=True):
+            variant.refused = reason
         self.proposed: dict[str, SavedSet] = {}
+        for name, ready in {} if other is None else other.variants.items():
+            if name not in self.variants and ready.run is not None and ready.saved.names is not None:
+                self.proposed[name] = saving(captured.layer, ready.saved.names)
 
     def keep_known(self, searched: str) -> None:
         """For later runs. ``searched``: for what all were found that a search proposes; "" if for nothing."""
@@ -81,7 +95,7 @@ class LayerShape:
         planned = self.variants.get(wanted) if self._session.shapes.get(layer) is self else None
         if planned is not None and _runs(planned):
             return planned
-        if wanted:
+        if wanted and not self._session.not_as_planned:  # the first reason is the one that counts
             self._session.not_as_planned = f"{called(layer)} was compiled anew, so its part of the plan is gone"
         there = [self.variants[name] for name in (LEAST, AGAIN, PLAIN)]
         return min((v for v in there if _runs(v)), key=self._bytes_that_count)
@@ -101,11 +115,58 @@ def _runs(variant: Variant) -> bool:
     return variant.run is not None and not variant.refused
 
 
+class ShapesOfGraph:
+    """One kind of layer whose graph has symbols for sizes: a ``LayerShape`` for each set of sizes that is planned.
+
+    A plan for larger sizes serves smaller ones. What it runs is proven once at each of them, since kernels treat what
+    is left over of a row by other instructions than the rest.
+    """
+
+    def __init__(self, first: LayerShape, session: Session) -> None:
+        self._session, self._first = session, first
+        self._shapes = {first.captured.sizes.numbers: first}
+        self._proven: dict[object, str] = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        session, numbers = self._session, self._first.captured.numbers_of(inputs)
+        larger = session.shapes.get(session.layer)
+        is_of_this = larger is not None and larger in self._shapes.values()
+        if larger is not None and is_of_this and larger.captured.sizes.numbers != numbers:
+            variant = larger.running(session.layer)
+            reason = self._why_not(larger, variant, numbers, inputs)
+            if not reason and variant.run is not None:
+                session.ran = larger, variant
+                return variant.run(*inputs)
+            session.not_as_planned = (
+                f"{called(session.layer)} does not serve these sizes by a plan for larger: {reason}"
+            )
+        if numbers not in self._shapes:
+            captured = self._first.captured.at(inputs)
+            self._shapes[numbers] = LayerShape(captured, session, whole=self._first.whole, other=self._first)
+            session.compiled_now = True  # what was tried here is in no count of the step
+        return self._shapes[numbers](*inputs)
+
+    def _why_not(self, larger: LayerShape, variant: Variant, numbers: tuple[int, ...], inputs: Sequence[Any]) -> str:
+        """Why a variant of ``larger`` does not run at these sizes; "" if it does."""
+        plain = larger.variants[PLAIN]
+        if variant is plain:
+            return ""
+        key = numbers, variant.saved.names, variant.runs_again  # by which its code is known
+        if key not in self._proven:
+            captured = larger.captured.at(inputs)
+            if not all(map(captured.sizes.meet, variant.holds_for)):
+                return "its code holds for other sizes"
+            (self._proven[key],) = why_not_equal(captured, [variant], plain)
+        return self._proven[key]
+
+
 class LayerKind:
     """Dynamo's backend for layers of one class; equal layers share what is compiled."""
 
-    def __init__(self, session: Session, *, whole: bool = False, round_as_eager: bool = False) -> None:
-        self._session, self._whole, self._round_as_eager = session, whole, round_as_eager
+    def __init__(
+        self, session: Session, *, whole: bool = False, round_as_eager: bool = False, dynamic: bool = False
+    ) -> None:
+        self._session, self._whole, self._round_as_eager, self.dynamic = session, whole, round_as_eager, dynamic
         self.shapes: list[LayerShape] = []
         self._specs: dict[tuple, int] = {}
 
@@ -118,7 +179,7 @@ class LayerKind:
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Compiled:
         self._session.compiled_now = True
-        captured = CapturedLayer(graph, inputs, round_as_eager=self._round_as_eager)
+        captured = CapturedLayer(graph, inputs, round_as_eager=self._round_as_eager, dynamic=self.dynamic)
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs if isinstance(t, torch.Tensor)):
             return captured.inference()
         specs = tuple(sorted(captured.input_specs.items()))
@@ -135,7 +196,7 @@ class LayerKind:
             if not self._session.training:
                 raise
             return self._uncompiled(graph, f"has a set of input shapes {_AS_IT_IS}. {str(error).rstrip('.')}")
-        return self.shapes[-1]
+        return ShapesOfGraph(self.shapes[-1], self._session) if captured.sizes.numbers else self.shapes[-1]
 
 
 class LayerCall:
@@ -150,13 +211,14 @@ class LayerCall:
         self._name, self._module, self._session = name, module, session
         self._is_planned = isinstance(backend, LayerKind)  # PyTorch's own backend takes parts of a layer as well
         self._backend = backend
+        self._is_dynamic = isinstance(backend, LayerKind) and backend.dynamic
         self._is_sharded = False
         module._compiled_call_impl = self
         self._take(module._call_impl)
 
     def _take(self, call: Callable[..., Any]) -> None:
         self._call_impl = call
-        self._run = torch.compile(call, backend=self._backend, fullgraph=self._is_planned, dynamic=False)
+        self._run = torch.compile(call, backend=self._backend, fullgraph=self._is_planned, dynamic=self._is_dynamic)
 
     def _take_forward(self) -> None:
         self._is_sharded = True

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from lowtide.compiled import op_rates
-from lowtide.compiled.joint_nodes import JointNodes, bytes_of, is_part, is_tangent
+from lowtide.compiled.joint_nodes import JointNodes, is_part, is_size, is_tangent
 from lowtide.compiled.partitioner import draws
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Frame, Op, StepGraph, Storage
@@ -62,7 +62,7 @@ class _Converter:
 
     def converted(self) -> LayerGraph:
         for node in self.nodes.nodes:
-            if node.op in ("placeholder", "get_attr") and not is_tangent(node):
+            if node.op in ("placeholder", "get_attr") and not (is_tangent(node) or is_size(node)):
                 self.id_of[node] = len(self.storages)
                 self.storages.append(Storage(len(self.storages), 0, "parameter"))
         made: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)  # parts of one operator have one op
@@ -99,11 +99,12 @@ class _Converter:
         fixed = DRAWN if draws(head) or any(map(draws, fused)) else ""
         for output, (storage, node) in enumerate(zip(ids, values, strict=True)):
             self.id_of[node] = storage
-            self.storages.append(Storage(storage, bytes_of(node), kind, number, output, fixed))
+            self.storages.append(Storage(storage, self.nodes.bytes_of(node), kind, number, output, fixed))
         if self.nodes.is_extern(head):
-            ms = op_rates.extern_ms(head, self._device)
+            ms = op_rates.extern_ms(head, self._device, self.nodes.sizes)
         else:
-            ms = op_rates.fused_ms(head, sum(map(bytes_of, [*reads, *values])), fused, self._device)
+            moved_bytes = sum(map(self.nodes.bytes_of, [*reads, *values]))
+            ms = op_rates.fused_ms(head, moved_bytes, fused, self._device, self.nodes.sizes)
         inputs = tuple(self.id_of[r] for r in reads if r in self.id_of)
         self.ops.append(Op(number, str(head.target), 0, kind == "backward", inputs, ids))
         self.ms.append(ms)
@@ -117,7 +118,7 @@ class _Converter:
         ids = tuple(range(len(self.storages), len(self.storages) + len(tangents)))
         for output, (storage, node) in enumerate(zip(ids, tangents, strict=True)):
             self.id_of[node] = storage
-            self.storages.append(Storage(storage, bytes_of(node), "backward", self.turn_op + 1, output))
+            self.storages.append(Storage(storage, self.nodes.bytes_of(node), "backward", self.turn_op + 1, output))
         self.ops.append(Op(self.turn_op + 1, "gradients", 0, True, (), ids))
         self.ms += [0.0, 0.0]
         self.heads += [None, None]
@@ -132,17 +133,19 @@ class _Converter:
             reads = set(self.nodes.sources(head)[0])
             for j in range(max(0, i - _FUSED_REACH), i):
                 first = heads[j]
-                if not groups[j] or not self._joins(first) or bytes_of(first) != bytes_of(head):
+                if not groups[j] or not self._joins(first) or self.nodes.bytes_of(first) != self.nodes.bytes_of(head):
                     continue
                 shared = reads & set(self.nodes.sources(first)[0])
-                if any(bytes_of(r) >= bytes_of(head) for r in shared) and all(place.get(r, -1) < j for r in reads):
+                if any(self.nodes.bytes_of(r) >= self.nodes.bytes_of(head) for r in shared) and all(
+                    place.get(r, -1) < j for r in reads
+                ):
                     groups[j] += groups[i]
                     groups[i] = []
                     break
         return [group for group in groups if group]
 
     def _joins(self, head: fx.Node) -> bool:
-        return self.nodes.is_elementwise(head) and bytes_of(head) >= _LEAST_FUSED_BYTES
+        return self.nodes.is_elementwise(head) and self.nodes.bytes_of(head) >= _LEAST_FUSED_BYTES
 
     def _events(self) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
         last_forward, last_backward = dict[int, int](), dict[int, int]()

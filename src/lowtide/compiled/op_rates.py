@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.compiled.generated_code import BufferSpec
 from lowtide.compiled.joint_nodes import SLOW_ELEMENTWISE
+from lowtide.compiled.sizes import FIXED, Sizes
 from lowtide.device import values_off
 from lowtide.device.generators import forked
 from lowtide.device.kept_workspaces import KeptWorkspaces
@@ -34,14 +35,15 @@ _workspaces: dict[object, int] = {}
 KEPT_WORKSPACES = KeptWorkspaces()
 
 
-def extern_ms(node: fx.Node, device: torch.device) -> float:
+def extern_ms(node: fx.Node, device: torch.device, sizes: Sizes = FIXED) -> float:
     """Time of one call of the operator of ``node`` on synthetic tensors; by its bytes where it does not run on them."""
     target: Any = node.target
+    args, kwargs = _specs((node.args, node.kwargs), sizes)
     if values_off.times_of:
-        given, named = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-        made_bytes = sum(spec.bytes for spec in _all_specs(_specs((node,))))
-        return call_ms(describe(target, given, named), made_bytes, device_named(values_off.times_of))
-    args, kwargs = _specs((node.args, node.kwargs))
+        meta = torch.device("meta")
+        made_bytes = sum(spec.bytes for spec in _all_specs(_specs((node,), sizes)))
+        call = describe(target, _tensors(args, meta), _tensors(kwargs, meta))
+        return call_ms(call, made_bytes, device_named(values_off.times_of))
     key = device.type, str(target), repr(args), repr(kwargs)
     if key not in _ms:
         try:
@@ -55,11 +57,13 @@ def extern_ms(node: fx.Node, device: torch.device) -> float:
     return _ms[key]
 
 
-def fused_ms(node: fx.Node, moved_bytes: int, fused: Sequence[fx.Node], device: torch.device) -> float:
+def fused_ms(
+    node: fx.Node, moved_bytes: int, fused: Sequence[fx.Node], device: torch.device, sizes: Sizes = FIXED
+) -> float:
     """Time of a kernel that reads and writes ``moved_bytes`` and computes ``fused`` on the way."""
     slow = sum(str(n.target).split(".")[1:2] in ([name] for name in SLOW_ELEMENTWISE) for n in [node, *fused])
     value = node.meta.get("val")
-    elements = int(value.numel()) if isinstance(value, torch.Tensor) else 0
+    elements = sizes.of(value.numel()) if isinstance(value, torch.Tensor) else 0
     slow_ms = 0.0 if is_accelerator(device) else SLOW_ELEMENT_MS * elements * slow  # there it hides behind the bytes
     return LAUNCH_MS + bytes_ms(moved_bytes, device) + slow_ms
 
@@ -102,15 +106,18 @@ def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Any, *, device: to
     return _workspaces[key]
 
 
-def _specs(value: Any) -> Any:
+def _specs(value: Any, sizes: Sizes) -> Any:
     """Arguments of a node with each node replaced by what it looks like."""
     if isinstance(value, fx.Node):
-        seen = value.meta.get("val")
-        return BufferSpec.of(seen) if isinstance(seen, torch.Tensor) else seen
+        value = value.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return BufferSpec.of(value, sizes)
+    if isinstance(value, torch.SymInt):
+        return sizes.of(value)
     if isinstance(value, (list, tuple)):
-        return tuple(map(_specs, value))
+        return tuple(_specs(v, sizes) for v in value)
     if isinstance(value, dict):
-        return {name: _specs(v) for name, v in value.items()}
+        return {name: _specs(v, sizes) for name, v in value.items()}
     return value
 
 

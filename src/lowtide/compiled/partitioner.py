@@ -12,7 +12,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from lowtide.errors import PlanMismatchError
 
-Seen = Callable[[fx.Graph, Any, list[fx.Node]], None]
+Seen = Callable[[fx.Graph, Any, list[fx.Node], int], None]
 
 
 class PlannedPartitioner(CustomPartitionerFn):
@@ -23,8 +23,8 @@ class PlannedPartitioner(CustomPartitionerFn):
 
     Args:
         saved: Names of forward nodes; None: PyTorch's own choice.
-        seen: Told of the graph, its classification and the values chosen, before the graph is split. It is no part of
-            the identity.
+        seen: Told of the graph, its classification, the values chosen and how many the layer returns, before the graph
+            is split. It is no part of the identity.
     """
 
     def __init__(self, saved: Sequence[str] | None, seen: Seen | None = None) -> None:
@@ -45,7 +45,7 @@ class PlannedPartitioner(CustomPartitionerFn):
         def chosen(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
             values = choose(graph, info, memory_budget) if self.saved is None else self._named(graph)
             if self._seen is not None:
-                self._seen(graph, info, values)
+                self._seen(graph, info, values, int(options["num_fwd_outputs"]))
             return values
 
         with patch.object(partitioners, "choose_saved_values_set", chosen):

@@ -13,17 +13,27 @@ from lowtide.device.generators import forked, state_of
 from lowtide.device.timing import calls_ms
 from lowtide.step.bits import same_bits
 
-_SAMPLES, _SAMPLED_MS = 3, 300.0  # of each variant, at least
+_SAMPLES, _SAMPLED_MS = 3, 300.0  # of each variant, at least, after the first
+_ENOUGH_MS = 600.0  # of each variant: no more samples are taken
 _SEED = 0
 
 
-def why_not_equal(captured: CapturedLayer, variant: Variant, plain: Variant) -> str:
-    """Run both on the same inputs and compare outputs, gradients, inputs and generator; "" where all bits agree."""
+def why_not_equal(captured: CapturedLayer, variants: Sequence[Variant], plain: Variant) -> list[str]:
+    """Run all on the same inputs and compare outputs, gradients, inputs and generator of each with those of ``plain``;
+    "" where all bits agree."""
     with forked(captured.device), captured.ambient.entered():
         torch.manual_seed(_SEED)
         inputs = captured.sample_inputs()
-        found = [_results(_runnable(v), [_copy(t) for t in inputs], captured.device) for v in (variant, plain)]
-    for (name, mine), (_, theirs) in zip(*found, strict=True):
+
+        def results(variant: Variant) -> list[tuple[str, torch.Tensor | None]]:
+            return _results(_runnable(variant), [_copy(t) for t in inputs], captured.device)
+
+        expected = results(plain)
+        return [_difference(results(variant), expected) for variant in variants]
+
+
+def _difference(found: list[tuple[str, torch.Tensor | None]], expected: list[tuple[str, torch.Tensor | None]]) -> str:
+    for (name, mine), (_, theirs) in zip(found, expected, strict=True):
         if (mine is None) != (theirs is None):
             return f"{name} is missing in one of them"
         if mine is not None and theirs is not None and not same_bits(mine, theirs):
@@ -35,8 +45,7 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
     """Time forward and backward of ``others`` on their device, in turns with ``plain``; the least sample becomes
     ``step_ms``. Where ``plain`` has been timed before, its time stays, and the others are in its measure.
 
-    The first turn only warms up. It compiles what is compiled at the first backward, which would use up the time for
-    samples: a small layer would then be known by three cold ones.
+    All have run before, to be proven. Of a small layer the first turn is slow all the same, so it takes more of them.
 
     Where kernels do nothing, a variant's time is that of its ops on a device of the table.
     """
@@ -48,9 +57,7 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
     device = captured.device
     with forked(device), captured.ambient.entered():
         inputs = captured.sample_inputs()
-        for variant in variants:
-            _results(_runnable(variant), inputs, device)
-        while len(taken[plain.name]) < _SAMPLES or sum(map(sum, taken.values())) < _SAMPLED_MS * len(variants):
+        while not _is_enough(len(taken[plain.name]), sum(map(sum, taken.values())) / len(variants)):
             for variant in variants:
                 step = partial(_results, _runnable(variant), inputs, device)
                 taken[variant.name].append(calls_ms(step, 1, device, time.process_time))
@@ -58,6 +65,10 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
     plain.step_ms = plain.step_ms or now_ms
     for variant in others:
         variant.step_ms = min(taken[variant.name]) * plain.step_ms / now_ms
+
+
+def _is_enough(turns: int, spent_ms: float) -> bool:
+    return spent_ms >= _ENOUGH_MS or (turns > _SAMPLES and spent_ms >= _SAMPLED_MS)
 
 
 def _foresee_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant]) -> None:
@@ -75,9 +86,9 @@ def _runnable(variant: Variant) -> Compiled:
     return variant.run
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Parameters as they are; anything else anew: compiled code may write it."""
-    if isinstance(tensor, torch.nn.Parameter):
+def _copy(tensor: Any) -> Any:
+    """Parameters and sizes as they are; anything else anew: compiled code may write it."""
+    if isinstance(tensor, torch.nn.Parameter) or not isinstance(tensor, torch.Tensor):
         return tensor
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     with torch.no_grad():
@@ -85,18 +96,19 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _results(run: Compiled, inputs: list[torch.Tensor], device: torch.device) -> list[tuple[str, torch.Tensor | None]]:
+def _results(run: Compiled, inputs: list[Any], device: torch.device) -> list[tuple[str, torch.Tensor | None]]:
     """Everything that one step of the layer gives, by name."""
     torch.manual_seed(_SEED)
     with torch.enable_grad():
         outputs = [t for t in run(*inputs) if isinstance(t, torch.Tensor)]
     differentiable = [t for t in outputs if t.requires_grad]
-    wanted = [t for t in inputs if t.requires_grad]
+    tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
+    wanted = [t for t in tensors if t.requires_grad]
     directions = [torch.randn(t.shape, device=t.device).to(t.dtype) for t in differentiable]
     gradients: Sequence[Any] = ()
     if differentiable:
         gradients = torch.autograd.grad(differentiable, wanted, directions, allow_unused=True)
     found: list[tuple[str, torch.Tensor | None]] = [(f"output {i}", t.detach()) for i, t in enumerate(outputs)]
     found += [(f"gradient {i}", t) for i, t in enumerate(gradients)]
-    found += [(f"input {i}", t.detach()) for i, t in enumerate(inputs)]
+    found += [(f"input {i}", t.detach()) for i, t in enumerate(tensors)]
     return [*found, ("the random generator", state_of(device))]

@@ -84,6 +84,12 @@ def _fixed_bytes(layer: LayerGraph) -> int:
     return sum(s.bytes for s in layer.graph.storages if s.fixed and s.id in layer.names)
 
 
+def saving(layer: LayerGraph, names: Iterable[str]) -> SavedSet:
+    """The set of these values, of which sizes and times are those of ``layer``."""
+    kept = set(names)
+    return _evaluated(layer, {s: SAVE if name in kept else RECOMPUTE for s, name in layer.names.items()})
+
+
 def within_peak(layer: LayerGraph, peak_bytes: int, rest_bytes: int = 0) -> SavedSet | None:
     """The fastest set for a step whose peak is at most that, where the layer is most of the step; None where the solver
     finds none. What it takes may be somewhat more: a value is made again once, and inputs are cast again.

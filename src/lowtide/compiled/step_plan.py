@@ -297,7 +297,7 @@ class StepPlanner:
         """Compile a variant that was only read, and prove it."""
         read = shape.variants[name]
         made = shape.captured.variant(name, read.saved)
-        made.refused = why_not_equal(shape.captured, made, shape.variants[PLAIN])
+        (made.refused,) = why_not_equal(shape.captured, [made], shape.variants[PLAIN])
         if made.memory == read.memory:
             made.step_ms = read.step_ms
         shape.variants[name] = made

@@ -39,8 +39,10 @@ class _RunAgain(torch.autograd.Function):
     ) -> tuple:
         ctx.run, ctx.draws = run, draws
         ctx._materialize_non_diff_grads = False  # as in compiled code: no zeros for integers
-        ctx.save_for_backward(*inputs, *([] if draws is None else [state_of(draws)]))
-        outputs = run(*(x.detach() for x in inputs))
+        ctx.sizes = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+        given = [x for x in inputs if isinstance(x, torch.Tensor)]
+        ctx.save_for_backward(*given, *([] if draws is None else [state_of(draws)]))
+        outputs = run(*(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs))
         tensors = [y for y in outputs if isinstance(y, torch.Tensor)]
         ctx.mark_non_differentiable(*(y for y in tensors if not (y.is_floating_point() or y.is_complex())))
         return tuple(outputs)
@@ -50,16 +52,18 @@ class _RunAgain(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
         kept = list(ctx.saved_tensors)
         again = nullcontext() if ctx.draws is None else with_state(ctx.draws, kept.pop())
-        inputs = [x.detach().requires_grad_(x.requires_grad) for x in kept]
+        tensors = [x.detach().requires_grad_(x.requires_grad) for x in kept]
         del kept
+        given = iter(tensors)
+        inputs = [next(given) if size is None else size for size in ctx.sizes]
         ctx.maybe_clear_saved_tensors()  # unless the graph is kept: they go when this returns, not after its hooks
         with torch.enable_grad(), again:
             outputs = ctx.run(*inputs)
-        given = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None and y.requires_grad]
-        edges, directions = [get_gradient_edge(y) for y, _ in given], [g for _, g in given]
-        del outputs, given  # they live on where backward reads them
-        wanted = [x for x in inputs if x.requires_grad]
+        pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None and y.requires_grad]
+        edges, directions = [get_gradient_edge(y) for y, _ in pairs], [g for _, g in pairs]
+        del outputs, pairs  # they live on where backward reads them
+        wanted = [x for x in tensors if x.requires_grad]
         found = iter(
             torch.autograd.grad(edges, wanted, directions, allow_unused=True) if edges else [None] * len(wanted)
         )
-        return None, None, *(next(found) if x.requires_grad else None for x in inputs)
+        return None, None, *(next(found) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in inputs)
