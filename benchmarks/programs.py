@@ -19,8 +19,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from importlib.metadata import distributions
+from itertools import groupby
 from pathlib import Path
 
 from program_cases import FILES, PROGRAMS, Program, Run
@@ -91,17 +93,13 @@ def _case(program: Program, kind: str, packages: str, python: str, steps: int) -
             command = program.command(Run(python, kind, checkpointed, steps, folder / name))
             if budget is not None:
                 command = [python, "-m", "lowtide.cli", "run", "--json", "--budget", budget, "--", *command]
-            began = time.perf_counter()
-            done = subprocess.run(command, env=environment, cwd=folder, text=True, capture_output=True, timeout=LIMIT_S)
-            if done.returncode:
-                raise SystemExit(f"{program.name} {kind} {name}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
-            printed = done.stdout + done.stderr
+            printed, between_losses = _watched(command, environment, folder)
             seconds = re.findall(r"(?:'train_runtime': '?|Training Time +: +)([\d.]+)", printed)
-            status = json.loads(done.stdout.strip().splitlines()[-1]) if budget is not None else {}
+            status = json.loads(printed[printed.rindex('{"status": ') :].splitlines()[0]) if budget is not None else {}
             return {
-                "losses": re.findall(_LOSS, printed),
+                "losses": [value for value, _ in groupby(re.findall(_LOSS, printed))],  # a bar shows one several times
                 "weights": _digest(folder / name),
-                "seconds": float(seconds[-1]) if seconds else time.perf_counter() - began,
+                "seconds": float(seconds[-1]) if seconds else between_losses,
                 "status": status.get("lowtide"), "attached_to": status.get("attached_to"),
             }  # fmt: skip
 
@@ -126,8 +124,32 @@ def _case(program: Program, kind: str, packages: str, python: str, steps: int) -
         "steps": status["steps"], "planned_steps": status["planned_steps"],
         "first_planned_steps": first["status"]["planned_steps"], "plans": status["plans"],
         "over_budget_steps": max(run["status"]["over_budget_steps"] for run in (first, ours)), "seconds": seconds,
+        "reasons": status["reasons"],
         **provenance(), "torch": built.stdout.strip(), "transformers": _version("transformers", packages),
     }  # fmt: skip
+
+
+def _watched(command: list[str], environment: dict[str, str], folder: Path) -> tuple[str, float]:
+    """What it prints, and the seconds from its first loss to its last."""
+    first = last = 0.0
+    printed: list[str] = []
+    with subprocess.Popen(
+        command, env={**environment, "PYTHONUNBUFFERED": "1"}, cwd=folder, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        ends = threading.Timer(LIMIT_S, process.kill)
+        ends.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            printed.append(line.decode(errors="replace"))
+            if re.search(_LOSS, printed[-1]):
+                last = time.perf_counter()
+                first = first or last
+        ends.cancel()
+    text = "".join(printed)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}: {text[-4000:]}")
+    return text, last - first
 
 
 def _digest(folder: Path) -> str:
