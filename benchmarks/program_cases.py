@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 FILES = Path(__file__).parent / "program_files"
@@ -114,17 +115,20 @@ def _openrlhf(run: Run) -> list[str]:
     )  # fmt: skip
 
 
-def _script(name: str, *launcher: str) -> Callable[[Run], list[str]]:
-    """A script of ``program_files/``, by a launcher's module and its words."""
+def _script(name: str, *launcher: str, checkpoints: bool = True) -> Callable[[Run], list[str]]:
+    """A script of ``program_files/``, by a launcher's module and its words; some have no checkpointing."""
 
     def command(run: Run) -> list[str]:
         words = [FILES / name, "--output", run.output, "--steps", run.steps]
-        words += ["--checkpointing"] * run.checkpointed + ["--full"] * (run.kind == "full")
+        words += ["--checkpointing"] * (run.checkpointed and checkpoints) + ["--full"] * (run.kind == "full")
         if launcher:
             return run.module(*launcher, *words)
         return [run.python, *map(str, words)]
 
     return command
+
+
+_without = partial(_script, checkpoints=False)
 
 
 def _trl(run: Run) -> list[str]:
@@ -185,23 +189,21 @@ PROGRAMS = (
     Program("diffusers", "diffusers", ("UNet, EMA, clipped",), _script("diffusers_train.py")),
     Program("timm", "timm", ("ViT, stochastic depth, Mixup, EMA",), _script("timm_train.py")),
     Program("OpenCLIP", "open_clip_torch", ("its main, bf16",), _script("openclip_train.py")),
-    Program("Ultralytics", "ultralytics", ("YOLOv8n, augmented, EMA",), _script("yolo_train.py"), False),
-    Program("torchvision", "torchvision", ("Faster R-CNN, lists of images",), _script("detection_train.py"), False),
+    Program("Ultralytics", "ultralytics", ("YOLOv8n, augmented, EMA",), _without("yolo_train.py"), False),
+    Program("torchvision", "torchvision", ("Faster R-CNN, lists of images",), _without("detection_train.py"), False),
     Program("MONAI", "monai", ("SwinUNETR, SupervisedTrainer",), _script("monai_train.py")),
-    Program("PyTorch Geometric", "torch_geometric", ("GraphSAGE, parts of a graph",), _script("pyg_train.py"), False),
-    Program("MACE", "mace_torch", ("energies and forces",), _script("mace_train.py"), False, "mace_data.py"),
-    Program("Opacus", "opacus", ("DP-SGD, Poisson batches",), _script("opacus_train.py"), False),
-    Program("fastai", "fastai", ("XResNet, one cycle, Mixup",), _script("fastai_train.py"), False),
-    Program("Ignite", "pytorch_ignite", ("accumulated, EMA",), _script("ignite_train.py"), False),
-    Program("skorch", "skorch", ("transformer, validated",), _script("skorch_train.py"), False),
-    Program("Keras", "keras", ("fit, on PyTorch",), _script("keras_train.py"), False),
-    Program("pytorch-tabnet", "pytorch_tabnet", ("a table",), _script("tabnet_train.py"), False),
-    Program("flair", "flair", ("a tagger with a CRF",), _script("flair_train.py"), False),
-    Program("Stable-Baselines3", "stable_baselines3", ("PPO, images",), _script("ppo_train.py"), False),
+    Program("PyTorch Geometric", "torch_geometric", ("GraphSAGE, parts of a graph",), _without("pyg_train.py"), False),
+    Program("MACE", "mace_torch", ("energies and forces",), _without("mace_train.py"), False, "mace_data.py"),
+    Program("Opacus", "opacus", ("DP-SGD, Poisson batches",), _without("opacus_train.py"), False),
+    Program("fastai", "fastai", ("XResNet, one cycle, Mixup",), _without("fastai_train.py"), False),
+    Program("Ignite", "pytorch_ignite", ("accumulated, EMA",), _without("ignite_train.py"), False),
+    Program("skorch", "skorch", ("transformer, validated",), _without("skorch_train.py"), False),
+    Program("pytorch-tabnet", "pytorch_tabnet", ("a table",), _without("tabnet_train.py"), False),
+    Program("Stable-Baselines3", "stable_baselines3", ("PPO, images",), _without("ppo_train.py"), False),
     Program(
-        "pytorch-forecasting", "pytorch_forecasting", ("temporal fusion transformer",), _script("forecasting_train.py"),
-        False,
+        "pytorch-forecasting", "pytorch_forecasting", ("temporal fusion transformer",),
+        _without("forecasting_train.py"), False,
     ),
-    Program("GluonTS", "gluonts", ("DeepAR",), _script("gluonts_train.py"), False),
-    Program("NeuralForecast", "neuralforecast", ("PatchTST",), _script("neuralforecast_train.py"), False),
+    Program("GluonTS", "gluonts", ("DeepAR",), _without("gluonts_train.py"), False),
+    Program("NeuralForecast", "neuralforecast", ("PatchTST",), _without("neuralforecast_train.py"), False),
 )  # fmt: skip

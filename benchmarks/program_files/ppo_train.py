@@ -32,7 +32,7 @@ class Chase(gymnasium.Env):
         return self._seen(), gained, False, self.steps == 50, {}
 
 
-model = PPO("CnnPolicy", Chase(), n_steps=128, batch_size=64, n_epochs=4, learning_rate=1e-3, seed=0, device="cpu")
+model = PPO("CnnPolicy", Chase(), n_steps=512, batch_size=256, n_epochs=4, learning_rate=1e-3, seed=0, device="cpu")
 clip = torch.nn.utils.clip_grad_norm_
 
 
@@ -44,5 +44,5 @@ def shown(parameters, max_norm):  # PPO clips in each step and shows no loss: no
 
 torch.nn.utils.clip_grad_norm_ = shown
 with timed():
-    model.learn(total_timesteps=128 * (args.steps // 8))
+    model.learn(total_timesteps=512 * (args.steps // 8))
 keep(model.policy)
