@@ -195,7 +195,6 @@ PROGRAMS = (
     Program("PyTorch Geometric", "torch_geometric", ("GraphSAGE, parts of a graph",), _without("pyg_train.py"), False),
     Program("MACE", "mace_torch", ("energies and forces",), _without("mace_train.py"), False, "mace_data.py"),
     Program("Opacus", "opacus", ("DP-SGD, Poisson batches",), _without("opacus_train.py"), False),
-    Program("fastai", "fastai", ("XResNet, one cycle, Mixup",), _without("fastai_train.py"), False),
     Program("Ignite", "pytorch_ignite", ("accumulated, EMA",), _without("ignite_train.py"), False),
     Program("skorch", "skorch", ("transformer, validated",), _without("skorch_train.py"), False),
     Program("pytorch-tabnet", "pytorch_tabnet", ("a table",), _without("tabnet_train.py"), False),

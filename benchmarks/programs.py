@@ -109,6 +109,8 @@ def _case(program: Program, kind: str, packages: str, python: str, steps: int) -
         budget = int(SHARE * counted)
         first = run("first", f"{budget}B", checkpointed=program.has_checkpointing)
         ours = run("ours", f"{budget}B", checkpointed=program.has_checkpointing)
+        same = first["weights"] == ours["weights"] == plain["weights"]
+        repeats = None if same else run("plain again")["weights"] == plain["weights"]  # some draw from no seed
     status = ours["status"]
     peaks = [run["status"]["highest_peak_bytes"] for run in (first, ours)]  # None: not each step was counted
     seconds = {"plain": plain["seconds"], "lowtide": ours["seconds"], "lowtide_first": first["seconds"]}
@@ -118,7 +120,7 @@ def _case(program: Program, kind: str, packages: str, python: str, steps: int) -
         "program": program.name, "version": _version(program.package, packages), "case": kind, "lines_changed": 0,
         "attached_to": ours["attached_to"],
         "bitwise_losses": first["losses"] == ours["losses"] == plain["losses"] != [],
-        "bitwise_weights": first["weights"] == ours["weights"] == plain["weights"] != "none",
+        "bitwise_weights": same and plain["weights"] != "none", "plain_repeats": repeats,
         "own_bitwise_weights": own and own["weights"] == plain["weights"], "plain_peak_bytes": counted,
         "budget_bytes": budget, "peak_bytes": None if None in peaks else max(peaks),
         "steps": status["steps"], "planned_steps": status["planned_steps"],
