@@ -49,7 +49,6 @@ PROGRAMS = (
     Program("imagenet"),
     Program("timm train.py", " --grad-checkpointing"),
     Program("open_clip_train.main", " --grad-checkpointing"),
-    Program("train_unconditional.py"),
     Program("train_text_to_image.py", " --gradient_checkpointing"),
     Program("sft", *_TRL),
     Program("sft, QLoRA", *_TRL),
@@ -93,10 +92,7 @@ def main() -> int:
 
 def measured(program: Program, method: str, budget: int | None, sources: Path) -> dict[str, Any]:
     case = next(case for case in CASES if case.name == program.name)
-    command = case.command + (program.own if method == "own" else program.off)
-    for word in (" --gradient_checkpointing ", " --grad-checkpointing "):
-        if word in case.command and program.own:  # it is on as it is typed
-            command = case.command.replace(word, " ") + (program.own if method == "own" else program.off)
+    command = command_of(program, own=method == "own")
     steps = PLANNED_STEPS if budget else STEPS
     options = f"{case.options} {_OPTIONS} --steps {steps}"
     if budget:
@@ -108,8 +104,20 @@ def measured(program: Program, method: str, budget: int | None, sources: Path) -
     return row
 
 
+def command_of(program: Program, *, own: bool) -> str:
+    """The case's, with its own checkpointing or without, whichever it is typed with."""
+    command = next(case.command for case in CASES if case.name == program.name)
+    if program.own:
+        command = command.replace(" --gradient_checkpointing ", " ")
+    return command + (program.own if own else program.off)
+
+
 def read() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    if not RESULTS.exists():
+        return []
+    names = [program.name for program in PROGRAMS]
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    return [row for row in rows if row["name"] in names]
 
 
 def keep(row: dict[str, Any]) -> None:
