@@ -79,7 +79,7 @@ def programs_table(lines: list[dict]) -> str:
         f"{len({line['program'] for line in lines})} programs on random weights, {lines_equal(lines)} of {len(lines)} "
         "cases with equal bits. The highest peak is of every step of two runs, counted, as a share of the budget, "
         f"which is 80 % of the plain peak for {_most_budgets(lines)}. The plans of these runs were found in the cache "
-        "of a run before, which had to make them. Times are of whole runs of 80 to 160 steps of 10 to 300 ms, the "
+        f"of a run before, which had to make them. Times are of whole runs of {_fewest_and_most(lines)} steps, the "
         "steps before the plan included, on two cores that did other work: they tell what hurts, not percent. "
         f"{' '.join(notes)} {devices}, {first['threads']} thread, torch {most}{others}. Commits {commits}.",
     ]
@@ -91,6 +91,11 @@ def programs_table(lines: list[dict]) -> str:
 
 def lines_equal(lines: list[dict]) -> int:
     return sum(line["bitwise_losses"] and line["bitwise_weights"] for line in lines)
+
+
+def _fewest_and_most(lines: list[dict]) -> str:
+    numbers = [line["steps"] for line in lines]
+    return f"{min(numbers)} to {max(numbers)}"
 
 
 def _most_budgets(lines: list[dict]) -> str:
