@@ -46,7 +46,7 @@ def programs_table(lines: list[dict]) -> str:
     for line in lines:
         same = [_same(line[key]) for key in ("bitwise_losses", "bitwise_weights")]
         if line.get("plain_repeats") is False:
-            same = ["two plain runs differ"]
+            same = ["equal" if line["bitwise_losses"] else "two plain runs differ", "two plain runs differ"]
         plain, seconds = line["seconds"]["plain"], line["seconds"]
         times = [_more(seconds[name] / plain) if name in seconds else "none" for name in ("lowtide", "own")]
         peak = "not counted" if line["peak_bytes"] is None else _percent(line["peak_bytes"] / line["budget_bytes"])

@@ -83,8 +83,9 @@ def test_programs_above_their_budget_are_told_with_the_reason_and_two_plain_runs
 
     table = programs_table([line])
 
-    assert "| two plain runs differ |" in table
+    assert "| two plain runs differ, two plain runs differ |" in table
     assert table.splitlines()[-1] == "- a program (boxes): 2 of 9 steps, by 1.0 KiB at most: it is the least."
+    assert "| equal, two plain runs differ |" in programs_table([{**line, "bitwise_losses": True}])
     within = programs_table([{**line, "peak_bytes": 8 << 10}])
     assert "took more than its budget" not in within
 
