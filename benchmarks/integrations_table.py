@@ -45,6 +45,8 @@ def programs_table(lines: list[dict]) -> str:
     ]
     for line in lines:
         same = [_same(line[key]) for key in ("bitwise_losses", "bitwise_weights")]
+        if line.get("plain_repeats") is False:
+            same = ["equal" if line["bitwise_losses"] else "two plain runs differ", "two plain runs differ"]
         plain, seconds = line["seconds"]["plain"], line["seconds"]
         times = [_more(seconds[name] / plain) if name in seconds else "none" for name in ("lowtide", "own")]
         peak = "not counted" if line["peak_bytes"] is None else _percent(line["peak_bytes"] / line["budget_bytes"])
@@ -66,15 +68,57 @@ def programs_table(lines: list[dict]) -> str:
         ]
         notes.append(f"{line['program']}'s own in the last step, {line['case']}: {', '.join(own)}.")
     commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
+    torches: dict[str, list[str]] = {}
+    for line in lines:
+        torches.setdefault(line["torch"], []).append(f"{line['program']} ({line['case']})")
+    most = max(torches, key=lambda version: len(torches[version]))
+    others = "".join(f"; {version}: {', '.join(names)}" for version, names in torches.items() if version != most)
+    devices = " or ".join(dict.fromkeys(line["device"] for line in lines))
     rows += [
         "",
-        "Random Llamas; the highest peak is of every step, counted, as a share of the budget. The plans of these runs "
-        "were found in the cache of a run before, which had to make them. Times are of whole runs of few steps, the "
-        "steps before the plan included, on a machine that did other work: they tell what hurts, not percent. "
-        f"{' '.join(notes)} {first['device']}, {first['threads']} thread, torch {first['torch']}, commits "
-        f"{commits}.",
+        f"{len({line['program'] for line in lines})} programs on random weights, {lines_equal(lines)} of {len(lines)} "
+        "cases with equal bits. The highest peak is of every step of two runs, counted, as a share of the budget, "
+        f"which is 80 % of the plain peak for {_most_budgets(lines)}. The plans of these runs were found in the cache "
+        f"of a run before, which had to make them. Times are of whole runs of {_fewest_and_most(lines)} steps, the "
+        "steps before the plan included, on two cores that did other work: they tell what hurts, not percent. "
+        f"{' '.join(notes)} {devices}, {first['threads']} thread, torch {most}{others}. Commits {commits}.",
     ]
+    told = _told(lines)
+    if told:
+        rows += ["", "What took more than its budget, and what was said of it:", "", *told]
     return "\n".join(rows)
+
+
+def lines_equal(lines: list[dict]) -> int:
+    return sum(line["bitwise_losses"] and line["bitwise_weights"] for line in lines)
+
+
+def _fewest_and_most(lines: list[dict]) -> str:
+    numbers = [line["steps"] for line in lines]
+    return f"{min(numbers)} to {max(numbers)}"
+
+
+def _most_budgets(lines: list[dict]) -> str:
+    others = [
+        line["program"] for line in lines if not 0.79 < line["budget_bytes"] / line["plain_peak_bytes"] < 0.81
+    ]  # fmt: skip
+    return "all" if not others else f"all but {', '.join(dict.fromkeys(others))}"
+
+
+def _told(lines: list[dict]) -> list[str]:
+    """A line a case that had steps above its budget: how many, by how much, the first reason."""
+    found = []
+    for line in lines:
+        if line["peak_bytes"] is None or line["peak_bytes"] <= line["budget_bytes"]:
+            continue
+        over = (line["peak_bytes"] - line["budget_bytes"]) / 2**10
+        reason = next(iter(line.get("reasons") or []), "")
+        said = f": {reason[:1].lower()}{reason[1:]}" if reason else ""
+        found.append(
+            f"- {line['program']} ({line['case']}): {line['over_budget_steps']} of {line['steps']} steps, by "
+            f"{over:,.1f} KiB at most{said}."
+        )
+    return found
 
 
 def timed_table(lines: list[dict]) -> str:

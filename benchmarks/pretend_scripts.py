@@ -72,8 +72,10 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_case(case: Case, sources: Path, keep: Path | None) -> dict[str, Any]:
-    """The case's line of results."""
+def run_case(
+    case: Case, sources: Path, keep: Path | None, facts: tuple[str, ...] = _KEPT
+) -> dict[str, Any]:  # fmt: skip
+    """The case's line of results: ``facts`` of the report."""
     with tempfile.TemporaryDirectory(prefix="pretend-") as temporary:
         above = (keep or Path(temporary)).absolute() / re.sub(r"\W+", "_", case.name)
         shutil.rmtree(above, ignore_errors=True)
@@ -90,7 +92,7 @@ def run_case(case: Case, sources: Path, keep: Path | None) -> dict[str, Any]:
         report = json.loads(done.stdout)
     except ValueError:
         raise SystemExit(f"{case.name}: lowtide pretend gave no report:\n{output_text[-2000:]}") from None
-    kept: dict[str, Any] = {name: report[name] for name in _KEPT}
+    kept: dict[str, Any] = {name: report[name] for name in facts}
     for place in (str(folder) + os.sep, str(folder), str(sources.absolute()) + os.sep, str(above)):
         kept = json.loads(json.dumps(kept).replace(json.dumps(place)[1:-1], ""))
     versions = {name: metadata.version(name) for name in _VERSIONS}

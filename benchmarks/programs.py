@@ -19,172 +19,28 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import distributions
+from itertools import groupby
 from pathlib import Path
 
+from program_cases import FILES, PROGRAMS, Program, Run
 from provenance import provenance
 
 from lowtide.cache_files import cache_dir
 
 HERE = Path(__file__).parent
-FILES = HERE / "program_files"
 RESULTS = HERE / "results" / "programs_cpu.jsonl"
 SHARE = 0.8  # of the plain run's peak
 STEPS = 240  # Some seconds go by before the first plan is there.
 COUNTED_STEPS = 24  # of the run that counts the plain peak
 LIMIT_S = 400
-_COUNTER = "from lowtide.device import allocation_counter; allocation_counter.prepare(waits=True)"
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a command is made of.
-
-    Attributes:
-        python: The interpreter.
-        kind: The program's case.
-        checkpointed: With the program's own checkpointing.
-        steps: Forward and backward passes.
-        output: Where the trained weights go.
-    """
-
-    python: str
-    kind: str
-    checkpointed: bool
-    steps: int
-    output: Path
-
-    def module(self, name: str, *words: object) -> list[str]:
-        return [self.python, "-m", name, *map(str, words)]
-
-
-@dataclass(frozen=True)
-class Program:
-    """A program's command.
-
-    Attributes:
-        name: As its users write it.
-        package: Whose version is told.
-        kinds: Its cases.
-        command: The command of a run, in the folder of ``tiny_model.py``.
-        has_checkpointing: Whether the program has checkpointing of its own that one process can use.
-        prepare: A file of ``program_files/`` that turns the model into the program's form; "": none.
-        variables: Of the environment.
-    """
-
-    name: str
-    package: str
-    kinds: tuple[str, ...]
-    command: Callable[[Run], list[str]]
-    has_checkpointing: bool = True
-    prepare: str = ""
-    variables: tuple[tuple[str, str], ...] = ()
-
-
-def _llama_factory(run: Run) -> list[str]:
-    return run.module(
-        "llamafactory.cli", "train", FILES / "llamafactory.yaml", f"output_dir={run.output}",
-        f"finetuning_type={run.kind}", f"max_steps={run.steps}",
-        f"disable_gradient_checkpointing={not run.checkpointed}",
-    )  # fmt: skip
-
-
-def _swift(run: Run) -> list[str]:
-    return run.module(
-        "swift.cli.main", "sft", FILES / "swift.yaml", "--output_dir", run.output, "--tuner_type", run.kind,
-        "--max_steps", run.steps, "--save_steps", run.steps, "--gradient_checkpointing", str(run.checkpointed).lower(),
-    )  # fmt: skip
-
-
-def _axolotl(run: Run) -> list[str]:
-    adapter = ("--adapter", "lora") if run.kind == "lora" else ()
-    return run.module(
-        "axolotl.cli.main", "train", FILES / "axolotl.yaml", "--launcher", "python", "--output-dir", run.output,
-        "--max-steps", run.steps, *adapter, "--gradient-checkpointing", str(run.checkpointed).lower(),
-    )  # fmt: skip
-
-
-def _litgpt(run: Run) -> list[str]:
-    return run.module(
-        "litgpt", f"finetune_{run.kind}", "litgpt", "--config", FILES / "litgpt.yaml", "--out_dir", run.output,
-        "--train.max_steps", run.steps,
-    )  # fmt: skip
-
-
-def _verl(run: Run) -> list[str]:
-    settings = {
-        "data.train_files": "data/messages.parquet", "data.train_batch_size": 8, "data.micro_batch_size_per_gpu": 8,
-        "data.use_dynamic_bsz": False, "data.max_length": 160, "data.num_workers": 0,
-        "data.ignore_input_ids_mismatch": True, "model.path": "model", "model.use_remove_padding": False,
-        "+model.override_config.attn_implementation": "sdpa", "model.enable_gradient_checkpointing": run.checkpointed,
-        "engine.strategy": "fsdp2", "engine.param_offload": False, "trainer.logger": "[console]",
-        "trainer.total_training_steps": run.steps, "trainer.total_epochs": 1000, "trainer.device": "cpu",
-        "trainer.default_local_dir": run.output, "checkpoint.save_contents": "[model]",
-    }  # fmt: skip
-    return run.module(
-        "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "29541", FILES / "verl_on_cpu.py",
-        *(f"{name}={value}" for name, value in settings.items()),
-    )  # fmt: skip
-
-
-def _openrlhf(run: Run) -> list[str]:
-    words = (
-        "--model.model_name_or_path model --data.dataset data/chats.json --data.input_key instruction "
-        "--data.output_key output --data.max_len 128 --train.micro_batch_size 8 --train.batch_size 8 "
-        f"--train.max_epochs {run.steps // 12} --ds.zero_stage 0 --ds.param_dtype bf16 --ds.attn_implementation sdpa "
-        f"--adam.lr 1e-3 --ckpt.output_dir {run.output} --logger.logging_steps 1 --eval.steps -1 --train.seed 0"
-    )
-    return run.module(
-        "deepspeed.launcher.runner", "--num_gpus", "1", "--master_port", "29545", FILES / "openrlhf_on_cpu.py",
-        *words.split(), *["--model.gradient_checkpointing_enable"] * run.checkpointed,
-    )  # fmt: skip
-
-
-def _script(name: str, *launcher: str) -> Callable[[Run], list[str]]:
-    """A script of ``program_files/``, by a launcher's module and its words."""
-
-    def command(run: Run) -> list[str]:
-        words = [FILES / name, "--output", run.output, "--steps", run.steps]
-        words += ["--checkpointing"] * run.checkpointed + ["--full"] * (run.kind == "full")
-        if launcher:
-            return run.module(*launcher, *words)
-        return [run.python, *map(str, words)]
-
-    return command
-
-
-PROGRAMS = (
-    Program("LLaMA-Factory", "llamafactory", ("full", "lora"), _llama_factory),
-    Program("ms-swift", "ms_swift", ("full", "lora"), _swift),
-    Program("axolotl", "axolotl", ("full", "lora"), _axolotl, variables=(("AXOLOTL_DO_NOT_TRACK", "1"),)),
-    Program("litgpt", "litgpt", ("full", "lora"), _litgpt, has_checkpointing=False, prepare="litgpt_model.py"),
-    Program(
-        "verl", "verl", ("SFT worker, FSDP2",), _verl, prepare="verl_data.py",
-        variables=(("HYDRA_FULL_ERROR", "1"),),
-    ),
-    Program(
-        "OpenRLHF", "openrlhf", ("SFT, DeepSpeed, bf16",), _openrlhf,
-        variables=(("DS_ACCELERATOR", "cpu"), ("DS_BUILD_OPS", "0")),
-    ),
-    Program("Composer", "mosaicml", ("all weights",), _script("composer_train.py")),
-    Program("Unsloth", "unsloth", ("full", "lora"), _script("unsloth_train.py")),
-    Program(
-        "accelerate launch", "accelerate", ("accumulated, clipped",),
-        _script("accelerate_train.py", "accelerate.commands.launch", "--cpu", "--num_processes", "1"),
-    ),
-    Program(
-        "torchrun", "torch", ("DDP, two ranks",),
-        _script("torchrun_train.py", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"),
-    ),
-    Program(
-        "deepspeed", "deepspeed", ("ZeRO-2, accumulated",),
-        _script("deepspeed_train.py", "deepspeed.launcher.runner", "--num_gpus", "1", "--master_port", "29535"),
-        variables=(("DS_ACCELERATOR", "cpu"), ("DS_BUILD_OPS", "0")),
-    ),
-)  # fmt: skip
+_LOSS = r"(?:\{'loss': '?|loss train: |train/loss:|gpt_loss=|iter \d+: loss )(-?[\d.e-]+|nan)"
+_COUNTER = (
+    "import torch; from lowtide.device import allocation_counter; allocation_counter.prepare(waits=True); "
+    "print(torch.__version__)"
+)
 
 
 def main() -> int:
@@ -229,7 +85,7 @@ def _case(program: Program, kind: str, packages: str, python: str, steps: int) -
         folder = Path(made)
         environment = _environment(packages) | {"LOWTIDE_CACHE_DIR": str(folder / "plans")} | dict(program.variables)
         environment["LOWTIDE_ALLOCATION_COUNTER"] = str(cache_dir() / "counter")  # from the first step on
-        subprocess.run([python, "-c", _COUNTER], env=environment, check=True, capture_output=True)
+        built = subprocess.run([python, "-c", _COUNTER], env=environment, check=True, capture_output=True, text=True)
         for file in [HERE / "tiny_model.py", *([FILES / program.prepare] if program.prepare else [])]:
             subprocess.run([python, file, str(folder)], env=environment, check=True, capture_output=True)
 
@@ -237,17 +93,13 @@ def _case(program: Program, kind: str, packages: str, python: str, steps: int) -
             command = program.command(Run(python, kind, checkpointed, steps, folder / name))
             if budget is not None:
                 command = [python, "-m", "lowtide.cli", "run", "--json", "--budget", budget, "--", *command]
-            began = time.perf_counter()
-            done = subprocess.run(command, env=environment, cwd=folder, text=True, capture_output=True, timeout=LIMIT_S)
-            if done.returncode:
-                raise SystemExit(f"{program.name} {kind} {name}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
-            printed = done.stdout + done.stderr
+            printed, between_losses = _watched(command, environment, folder)
             seconds = re.findall(r"(?:'train_runtime': '?|Training Time +: +)([\d.]+)", printed)
-            status = json.loads(done.stdout.strip().splitlines()[-1]) if budget is not None else {}
+            status = json.loads(printed[printed.rindex('{"status": ') :].splitlines()[0]) if budget is not None else {}
             return {
-                "losses": re.findall(r"(?:\{'loss': '?|loss train: |train/loss:|gpt_loss=)([\d.]+)", printed),
+                "losses": [value for value, _ in groupby(re.findall(_LOSS, printed))],  # a bar shows one several times
                 "weights": _digest(folder / name),
-                "seconds": float(seconds[-1]) if seconds else time.perf_counter() - began,
+                "seconds": float(seconds[-1]) if seconds else between_losses,
                 "status": status.get("lowtide"), "attached_to": status.get("attached_to"),
             }  # fmt: skip
 
@@ -257,6 +109,8 @@ def _case(program: Program, kind: str, packages: str, python: str, steps: int) -
         budget = int(SHARE * counted)
         first = run("first", f"{budget}B", checkpointed=program.has_checkpointing)
         ours = run("ours", f"{budget}B", checkpointed=program.has_checkpointing)
+        same = first["weights"] == ours["weights"] == plain["weights"]
+        repeats = None if same else run("plain again")["weights"] == plain["weights"]  # some draw from no seed
     status = ours["status"]
     peaks = [run["status"]["highest_peak_bytes"] for run in (first, ours)]  # None: not each step was counted
     seconds = {"plain": plain["seconds"], "lowtide": ours["seconds"], "lowtide_first": first["seconds"]}
@@ -266,14 +120,38 @@ def _case(program: Program, kind: str, packages: str, python: str, steps: int) -
         "program": program.name, "version": _version(program.package, packages), "case": kind, "lines_changed": 0,
         "attached_to": ours["attached_to"],
         "bitwise_losses": first["losses"] == ours["losses"] == plain["losses"] != [],
-        "bitwise_weights": first["weights"] == ours["weights"] == plain["weights"] != "none",
+        "bitwise_weights": same and plain["weights"] != "none", "plain_repeats": repeats,
         "own_bitwise_weights": own and own["weights"] == plain["weights"], "plain_peak_bytes": counted,
         "budget_bytes": budget, "peak_bytes": None if None in peaks else max(peaks),
         "steps": status["steps"], "planned_steps": status["planned_steps"],
         "first_planned_steps": first["status"]["planned_steps"], "plans": status["plans"],
         "over_budget_steps": max(run["status"]["over_budget_steps"] for run in (first, ours)), "seconds": seconds,
-        **provenance(), "transformers": _version("transformers", packages),
+        "reasons": status["reasons"],
+        **provenance(), "torch": built.stdout.strip(), "transformers": _version("transformers", packages),
     }  # fmt: skip
+
+
+def _watched(command: list[str], environment: dict[str, str], folder: Path) -> tuple[str, float]:
+    """What it prints, and the seconds from its first loss to its last."""
+    first = last = 0.0
+    printed: list[str] = []
+    with subprocess.Popen(
+        command, env={**environment, "PYTHONUNBUFFERED": "1"}, cwd=folder, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        ends = threading.Timer(LIMIT_S, process.kill)
+        ends.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            printed.append(line.decode(errors="replace"))
+            if re.search(_LOSS, printed[-1]):
+                last = time.perf_counter()
+                first = first or last
+        ends.cancel()
+    text = "".join(printed)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}: {text[-4000:]}")
+    return text, last - first
 
 
 def _digest(folder: Path) -> str:
@@ -282,10 +160,18 @@ def _digest(folder: Path) -> str:
         path for kind in ("*.safetensors", "lit_model.pth*", "model_world_size_*.pt") for path in folder.rglob(kind)
     ]
     files.sort(key=lambda path: (len(path.parts), path.name))
+    if kept := next(folder.glob("ckpt.pt"), None):  # nanoGPT's, which has its settings in it
+        import torch
+
+        state = torch.load(kept, weights_only=True)["model"]
+        return hashlib.sha256(b"".join(value.numpy().tobytes() for value in state.values())).hexdigest()
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else "none"
 
 
 def _version(package: str, packages: str) -> str:
+    if not package:  # a clone
+        done = subprocess.run(["git", "-C", packages, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        return done.stdout.strip()
     for found in distributions(path=[*packages.split(os.pathsep), *sys.path]):
         if found.metadata["Name"].lower().replace("-", "_") == package:
             return found.version

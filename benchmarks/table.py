@@ -35,6 +35,7 @@ from foresight_table import (
     ranks_table,
 )
 from foresight_table import zoo_table as hollow_zoo_table
+from full_size_programs_table import full_size_programs_table
 from full_size_table import example_text, full_size_summary, full_size_table
 from generation_table import cache_table, gap_table
 from gpu_table import gpu_table
@@ -186,6 +187,12 @@ def main() -> int:
         Page(ROOT / "docs" / "foresight.md", "times", RESULTS / "estimate_cpu.jsonl", foreseen_times_table),
         Page(ROOT / "docs" / "integrations.md", "integrations", RESULTS / "integrations_cpu.jsonl", cases_table),
         Page(ROOT / "docs" / "integrations.md", "programs", RESULTS / "programs_cpu.jsonl", programs_table),
+        Page(
+            ROOT / "docs" / "integrations.md",
+            "full size programs",
+            RESULTS / "full_size_programs.jsonl",
+            full_size_programs_table,
+        ),
         Page(ROOT / "docs" / "integrations.md", "timed", RESULTS / "integrations_cpu.jsonl", timed_table),
         Page(ROOT / "docs" / "limits.md", "costs", None, costs_table),
         Page(ROOT / "docs" / "offload.md", "offload", RESULTS / "offload_cpu.jsonl", offload_table),

@@ -163,6 +163,25 @@ versions.SUPPORTED["transformers"] = ("7", "8")
 
 
 @pytest.mark.thorough
+def test_a_trl_of_an_untried_version_is_left_alone_and_its_model_attached_to(started):
+    """Its configuration is enough: transformers' Trainer below it would refuse the version and end the program."""
+    pytest.importorskip("trl")
+    source = (
+        """
+from lowtide.integrations import versions
+versions.SUPPORTED["trl"] = ("7", "8")
+"""
+        + TRAINER.replace("TrainingArguments(sys", "SFTConfig(sys")
+        + "Trainer(LlamaForCausalLM(config), args, train_dataset=data).train()"
+    ).replace("import sys, torch", "import sys, torch\nfrom trl import SFTConfig")
+    source = source.replace("use_cpu=True", "use_cpu=True, bf16=False, gradient_checkpointing=False")
+    done = started(source, LOWTIDE_BUDGET="1GiB")
+    assert done.lines[0].startswith("lowtide: trl ") and "never tried" in done.lines[0]
+    assert "is attached to LlamaForCausalLM, the first module called in training" in done.lines[1]
+    assert "of 3 steps ran under a plan" in done.lines[-1]
+
+
+@pytest.mark.thorough
 def test_lightnings_trainer_gets_its_callback(started):
     pytest.importorskip("lightning")
     done = started(LIGHTNING, LOWTIDE_BUDGET="1GiB")

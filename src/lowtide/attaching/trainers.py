@@ -37,7 +37,21 @@ def _prepare_transformers() -> None:
     except (IntegrationError, ImportError) as error:
         found.say(f"{_first_line(error)}: it is attached to the module that the Trainer calls instead")
         return
-    integration.make_callback = functools.partial(_callback_for, integration.LowtideCallback, "transformers' Trainer")
+    integration.make_callback = functools.partial(_transformers_callback, integration.LowtideCallback)
+
+
+def _transformers_callback(make: type, trainer: Any, callbacks: list[Any]) -> Any:
+    """As ``_callback_for``; None also where the trainer is of a TRL that nobody has tried."""
+    from lowtide.integrations import trl
+
+    try:
+        trl.check_version_of(trainer.args)
+    except IntegrationError as error:
+        found = attachment.current
+        if found is not None and found.tries("trl"):
+            found.say(f"{_first_line(error)}: it is attached to the module that the Trainer calls instead")
+        return None
+    return _callback_for(make, "transformers' Trainer", trainer, callbacks)
 
 
 def watch_lightning(module: ModuleType) -> None:
