@@ -73,6 +73,7 @@ class KnownCalls:
         kept: Of Functions that must not run again: name and why.
         proven_anew: Names of those that are given other numbers all the time.
         proofs: Of operators.
+        operators: What was found of those that are none of PyTorch's own.
     """
 
     def __init__(self) -> None:
@@ -80,6 +81,7 @@ class KnownCalls:
         self.kept: dict[str, str] = {}
         self.proven_anew: set[str] = set()
         self.proofs = KnownProofs()
+        self.operators = KnownKinds(many_places=True)
         self._kinds = KnownKinds(many_places=True)
 
     def verdict(self, kind: Kind) -> str | None:

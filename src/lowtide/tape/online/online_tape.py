@@ -57,6 +57,7 @@ from lowtide.step.sharding.observer import PauseDuringSharding, ShardingObserver
 from lowtide.step.sharding.windows import NO_WINDOWS, OpenWindows
 from lowtide.step.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 from lowtide.tape import forbidden_hooks
+from lowtide.tape.online.foreign_ops import ForeignOp
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.learned_backward import SeenBackward, UnseenBackward, has_room_unseen
 from lowtide.tape.online.live_bytes import LiveBytes
@@ -377,7 +378,10 @@ class OnlineTape(HookedMode):
             raise
         except Exception as error:  # nothing of ours may end the step
             self.give_up(error)
-        if around is NOTHING:
+        if op is not None and op.foreign is not None and op.foreign.is_watched:
+            with around, self.expecting_writes(op.inputs):
+                result = self._run_with_room(func, args, kwargs, op)
+        elif around is NOTHING:
             result = self._run_with_room(func, args, kwargs, op)
         else:
             with around:
@@ -410,6 +414,8 @@ class OnlineTape(HookedMode):
             if state_bytes(device):
                 self.live.add(op.rng.storage)
         inputs = [*op.inputs, *tensors_in(kwargs)] if kwargs else op.inputs
+        if facts.is_unknown and not op.written:
+            op.foreign = ForeignOp(self.known_calls.operators, func, args, kwargs, inputs)
         read = self.note_reads_of_op(inputs, op.written)
         if not op.written:
             try:
@@ -608,6 +614,8 @@ class OnlineTape(HookedMode):
             self._leave_recipe(op, made)
             if self._number % _OPS_BETWEEN_PROOFS == 0:  # long layers, and what runs in none
                 self.releaser.prove_layer(self._layer)
+        elif op.foreign is not None:
+            self._look_at_foreign(op.foreign)
 
     def new_value(self, storage: torch.UntypedStorage, version: int, *, in_backward: bool = False) -> StoredValue:
         """The present op has made ``storage``."""
@@ -618,8 +626,8 @@ class OnlineTape(HookedMode):
 
     def _leave_recipe(self, op: RunningOp, made: list[tuple[int, StoredValue]]) -> None:
         why = op.need.facts.why_not_replayed(op.args, op.kwargs)
-        if not why and op.need.facts.is_unknown:
-            why = "is no operator of PyTorch's own"
+        if op.foreign is not None:
+            why = why or self._look_at_foreign(op.foreign)
         recipe = op.recipe
         if recipe is None or (why and why != UNINITIALISED):
             for _, value in made:
@@ -631,6 +639,13 @@ class OnlineTape(HookedMode):
         for _, value in made:
             value.recipe, value.why_kept = recipe, why
         self.note_outside_reads(recipe)
+
+    def _look_at_foreign(self, op: ForeignOp) -> str:
+        """An operator of others has run. Returns why what it made is saved; "" if it need not be."""
+        why, written = op.why_kept()
+        for tensor in written:
+            self.note_written_unseen(tensor)
+        return why
 
     def _may_be_read_by_recipes(self, tensor: torch.Tensor) -> bool:
         storage = storage_of(tensor)
@@ -762,11 +777,14 @@ class OnlineTape(HookedMode):
         self.keep_what_reads(targets)
         storages = [storage for t in targets if (storage := storage_of(t)) is not None]
         read = [(value_of_storage(storage, self._run), storage) for storage in storages]
-        self.releaser.must_stay = lambda value: any(_readers_of(value, *r) for r in read)
+        outer = self.releaser.must_stay
+        self.releaser.must_stay = lambda value: (
+            any(_readers_of(value, *r) for r in read) or (outer is not None and outer(value))
+        )
         try:
             yield
         finally:
-            self.releaser.must_stay = None
+            self.releaser.must_stay = outer
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = storage_of(tensor)

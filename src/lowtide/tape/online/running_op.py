@@ -5,6 +5,7 @@ from typing import Any
 from lowtide.step.backward_entry import in_last_backward
 from lowtide.step.execution_state import GeneratorState
 from lowtide.step.operators import tensors_of, written_tensors
+from lowtide.tape.online.foreign_ops import ForeignOp
 from lowtide.tape.online.online_values import Recipe
 from lowtide.tape.online.room import Key, Need
 
@@ -17,12 +18,13 @@ class RunningOp:
         inputs: The tensors among its arguments. ``read_bytes``: of those that are no keywords.
         written: Those that it writes.
         room_bytes: What it is expected to take, where its shapes were asked for (``key``); else 0.
+        foreign: What is looked at where it is no operator of PyTorch's own.
         recipe: What makes its outputs again. None: it writes, or reads what cannot be named (``unreadable`` says why).
         rng: The generator's state before it, if it draws random numbers.
     """
 
     __slots__ = (
-        "args", "backward", "func", "inputs", "key", "kwargs", "need", "read_bytes", "recipe", "rng",
+        "args", "backward", "foreign", "func", "inputs", "key", "kwargs", "need", "read_bytes", "recipe", "rng",
         "room_bytes", "unreadable", "written",
     )  # fmt: skip
 
@@ -34,5 +36,6 @@ class RunningOp:
         self.key: Key | None = None
         self.read_bytes = self.room_bytes = 0
         self.recipe: Recipe | None = None
+        self.foreign: ForeignOp | None = None
         self.rng: GeneratorState | None = None
         self.unreadable = ""
