@@ -143,8 +143,8 @@ def _trl(run: Run) -> list[str]:
 
 def _nano_gpt(run: Run) -> list[str]:
     settings = {
-        "device": "cpu", "compile": False, "dataset": "tokens", "eval_interval": run.steps, "eval_iters": 1,
-        "log_interval": 1, "block_size": 64, "batch_size": 4, "n_layer": 4, "n_head": 4, "n_embd": 64, "dropout": 0.1,
+        "device": "cpu", "compile": False, "dataset": "letters", "eval_interval": run.steps, "eval_iters": 1,
+        "log_interval": 1, "block_size": 64, "batch_size": 12, "n_layer": 4, "n_head": 4, "n_embd": 128, "dropout": 0.1,
         "gradient_accumulation_steps": 2, "max_iters": run.steps, "lr_decay_iters": run.steps, "warmup_iters": 10,
         "always_save_checkpoint": True, "out_dir": run.output,
     }  # fmt: skip

@@ -1,5 +1,6 @@
-"""nanoGPT's three files, from a clone on the path, where it is run; and tokens: nanogpt_here.py FOLDER"""
+"""nanoGPT's three files, from a clone on the path, where it is run; and 65 kinds of letters: nanogpt_here.py FOLDER"""
 
+import pickle
 import shutil
 import sys
 from importlib.util import find_spec
@@ -10,7 +11,8 @@ import numpy as np
 folder = Path(sys.argv[1])
 for name in ("train", "model", "configurator"):
     shutil.copy(find_spec(name).origin, folder)
-data = folder / "data" / "tokens"
+data = folder / "data" / "letters"
 data.mkdir()
 for split in ("train", "val"):
-    np.random.default_rng(0).integers(0, 50304, 20_000, dtype=np.uint16).tofile(data / f"{split}.bin")
+    np.random.default_rng(0).integers(0, 65, 20_000, dtype=np.uint16).tofile(data / f"{split}.bin")
+(data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65}))
