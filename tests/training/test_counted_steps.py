@@ -85,6 +85,22 @@ def test_what_the_loop_holds_of_the_last_output_was_there_before(as_what):
         assert fit.status().last_peak_bytes == fit.plan.predicted_peak_bytes
 
 
+def test_steps_without_a_plan_make_room_for_what_the_loop_holds(monkeypatch):
+    monkeypatch.setattr(PlansByShape, "plan_for", lambda self, shape: None)
+    training = Training(share=0.5)
+    outputs = []
+    with training.fit as fit:
+        for _ in range(4):
+            outputs.append(training.model(training.batch))
+            outputs[-1].square().mean().backward()
+            training.model.zero_grad()
+            del outputs[:-1]
+        status = fit.status()
+
+    assert status.planned_steps == status.over_budget_steps == 0
+    assert status.highest_peak_bytes > status.budget_bytes - 512 * 64 * 4
+
+
 def test_a_batch_that_a_model_gives_back_counts_once():
     training = Training(share=1.5)
     training.model.register_forward_hook(lambda module, given, output: (output, given[0]))

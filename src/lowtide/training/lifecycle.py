@@ -236,6 +236,8 @@ class Lifecycle:
         watch = kind(model, budget_bytes, self._expected, self._known_calls)
         self.step.watch = watch
         watch.begin_step(unseen_bytes)
+        for storage in self.memory.held() if not unseen_bytes else ():
+            watch.live.add(storage)
         if self._expected.inputs_bytes is None and not (unseen_bytes or self._budget.counts_all):
             # They are mostly as large as the batch; there may be more of them.
             likely = max(self._budget.batch_bytes, likely_target_bytes(model, batch, self._budget.device))

@@ -64,6 +64,7 @@ class StepMemory:
         self._online_bytes = 0  # what the present step took, as an online tape counts it
         # What calls of the last step returned, and whoever called may hold: its memory, by weak reference.
         self._returned: list[weakref.ref[torch.UntypedStorage]] = []
+        self._held: list[weakref.ref[torch.UntypedStorage]] = []  # of these, what was there when the present step began
 
     @property
     def highest_peak_bytes(self) -> int:
@@ -177,7 +178,9 @@ class StepMemory:
             if (segments := segments_of(device)) is not None:
                 step.foresee_from(segments)
         afresh = step is not None and step.counted_peak_bytes is None
-        self._peak.begin(device, self._start_bytes + self._held_bytes(), afresh=afresh)
+        self._held, self._returned = self._returned, []
+        held_bytes = sum(map(storage_bytes, self.held()))
+        self._peak.begin(device, self._start_bytes + held_bytes, afresh=afresh)
 
     def note_returned(self, output: object, given: object) -> None:
         """A call of the model that was ``given`` this has returned ``output``.
@@ -196,10 +199,9 @@ class StepMemory:
                 known.add(id(storage))
                 self._returned.append(weakref.ref(storage))
 
-    def _held_bytes(self) -> int:
-        """What is there still of what calls of the last step returned."""
-        held, self._returned = [storage for reference in self._returned if (storage := reference()) is not None], []
-        return sum(map(storage_bytes, held))
+    def held(self) -> list[torch.UntypedStorage]:
+        """What calls of the last step returned, and is there still."""
+        return [storage for reference in self._held if (storage := reference()) is not None]
 
     def made_bytes(self) -> int | None:
         """What the present step has made and still holds; None where nobody counts."""
