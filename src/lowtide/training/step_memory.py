@@ -190,13 +190,18 @@ class StepMemory:
         """
         if self._budget.counts_all:
             return
-        known = {id(storage_of(tensor)) for tensor in tensors_in(given)}
+        known = {storage._cdata for tensor in tensors_in(given) if (storage := storage_of(tensor)) is not None}
         for tensor in tensors_in(output):
             storage = storage_of(tensor)
-            if storage is None or id(storage) in known or isinstance(tensor, nn.Parameter) or is_view_of_leaf(tensor):
+            if (
+                storage is None
+                or storage._cdata in known
+                or isinstance(tensor, nn.Parameter)
+                or is_view_of_leaf(tensor)
+            ):
                 continue
             if tensor.device == self._budget.device:
-                known.add(id(storage))
+                known.add(storage._cdata)
                 self._returned.append(weakref.ref(storage))
 
     def held(self) -> list[torch.UntypedStorage]:

@@ -7,6 +7,8 @@ from support.online_steps import online
 from support.training_steps import differing, plain
 from torch import nn
 
+from lowtide.step.kinds_of_calls import KnownKinds
+from lowtide.tape.online.foreign_ops import ForeignOp
 from lowtide.tape.online.online_calls import KnownCalls
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.training.watched_step import WatchedStep
@@ -78,3 +80,11 @@ def test_what_an_operator_does_unsaid_is_seen_and_what_it_made_stays(op, steps):
 
         assert differing(expected, found) == []
         assert not tape.problem
+
+
+@pytest.mark.parametrize("func", [torch.ops.quantized.linear.default, torch.ops._c10d_functional.all_reduce.default])
+def test_what_is_given_an_object_or_communicates_stays_without_a_look(func):
+    op = ForeignOp(KnownKinds(), func, (torch.zeros(4),), {}, [torch.zeros(4)])
+
+    why, written = op.why_kept()
+    assert why and not written and not op.is_watched

@@ -1,7 +1,7 @@
 """Operators of other libraries (bitsandbytes, say) in an online step: looked at once before one is let go.
 
 A schema may be wrong: a kernel of somebody's own may write what it is given, or draw random numbers, and say nothing.
-So the first call of each kind is compared with what it was given, and what those make that have a say is saved.
+So what the first call of each kind was given is compared before and after. What those make that write or draw is saved.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from lowtide.device.numeric_flags import numeric_flags
 from lowtide.step.kinds_of_calls import Kind, KnownKinds, layout_of, values_of
 from lowtide.step.operators import COMMUNICATES, fingerprint
 
-_NOT_OF_OTHERS = frozenset({*COMMUNICATES, "_c10d_functional_autograd", "_dtensor", "symm_mem", "higher_order"})
+_NOT_OF_OTHERS = frozenset({*COMMUNICATES, "_c10d_functional_autograd", "_dtensor", "symm_mem"})
 _COMMUNICATES = "is no operator that PyTorch computes with"
 _WRITES = "writes in place without saying so"
 _DRAWS = "draws random numbers without saying so"
