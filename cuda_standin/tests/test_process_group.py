@@ -260,3 +260,15 @@ def test_removing_it_puts_back_what_was_there():
     process_group.install(WORLD, RANK).remove()
     assert {name: getattr(owner, name) for name, owner in changed.items()} == kept
     assert dict(os.environ) == environment
+
+
+def test_no_thread_of_nccl_outlives_the_interpreter(python):
+    source = """
+import atexit, glob, torch
+atexit.register(lambda: print([open(thread).read().strip() for thread in glob.glob("/proc/self/task/*/comm")]))
+from cuda_standin import process_group
+process_group.install(world_size=2)
+torch.distributed.init_process_group("nccl")
+torch.distributed.all_reduce(torch.ones(4, device="cuda"))
+"""
+    assert "watchd" not in python(source)
