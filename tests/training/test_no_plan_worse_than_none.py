@@ -42,7 +42,7 @@ class Training:
         self.step()
         (shape,) = self.plans.seen
         for _ in range(2):  # one may be slow by chance
-            self.plans.unplanned.note(shape, peak_bytes, step_ms)
+            self.plans.unplanned.note(shape, peak_bytes, self.fit._lifecycle.memory.start_bytes, step_ms)
         self.fit.wait()
 
 
@@ -119,8 +119,8 @@ def test_a_plan_above_the_budget_has_to_be_faster_than_steps_without_one(above_b
         training.first_step(int(1.2 * training.budget), step_ms=10.0)
         (shape,) = training.plans.seen
         peak = int((1.1 if above_budget else 0.9) * training.budget)
-        assert bool(training.plans._why_worse(shape, peak, 15.0)) == above_budget
-        assert not training.plans._why_worse(shape, peak, 9.0)
+        assert bool(training.plans._why_worse(shape, peak, 0, 15.0)) == above_budget
+        assert not training.plans._why_worse(shape, peak, 0, 9.0)
 
 
 @pytest.mark.parametrize("is_named", [True, False])
@@ -138,7 +138,8 @@ def test_the_least_of_one_kind_of_step_is_not_told_as_that_of_another(is_named, 
         return adopted(plans, asked, plan)
 
     def took(shape, share):
-        training.plans.unplanned.note(shape, int(share * training.budget), None)
+        start_bytes = training.fit._lifecycle.memory.start_bytes
+        training.plans.unplanned.note(shape, int(share * training.budget), start_bytes, None)
 
     monkeypatch.setattr(PlansByShape, "_adopted", infeasible)
     monkeypatch.setattr(PlansByShape, "_from_other_micro_batch", lambda self, shape, found: found)
@@ -191,3 +192,25 @@ def test_that_no_plan_fits_is_told_of_the_present_budget(monkeypatch):
         assert any("no plan fits" in line for line in fit.status().reasons)
         training.plans.change_budget(training.budget + 10)
         assert not any("no plan fits" in line for line in fit.status().reasons)
+
+
+@pytest.mark.parametrize("knows_start", [True, False])
+def test_a_step_before_the_optimizers_state_is_no_measure_of_later_ones(knows_start, monkeypatch):
+    """Below what the state leaves nothing fits: the plan at the least there is beats steps at the same peak."""
+    if not knows_start:
+        monkeypatch.setattr(unplanned_steps.Unplanned, "peak_from", lambda self, start_bytes: self.peak_bytes)
+    torch.manual_seed(0)
+    model, batch = mlp(8, 512), torch.randn(64, 512)
+    optimizer = torch.optim.Adam(model.parameters())
+    with lowtide.fit(model, budget=int(2.3 * resident_bytes(model)), optimizer=None) as fit:
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            fit.wait()
+        status = fit.status()
+
+    worse = [reason for reason in status.reasons if "the leanest plan takes" in reason]
+    assert bool(worse) != knows_start, status.reasons
+    if knows_start:
+        assert any("running at the least there is" in reason for reason in status.reasons)

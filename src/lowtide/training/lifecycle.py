@@ -333,7 +333,7 @@ class Lifecycle:
         if planned is None and step.runs_own_checkpointing:
             self._budget.first_bytes = peak
         elif planned is None and step.has_budget:
-            self.plans_by_shape.unplanned.note(step.shapes[0], peak, step_ms)
+            self.plans_by_shape.unplanned.note(step.shapes[0], peak, self.memory.start_bytes, step_ms)
         elif ran_plan and planned is not None and planned.shapes and not planned.tape.proved:
             self.memory.judge_planned(planned, peak)
 

@@ -594,25 +594,25 @@ class PlansByShape:
         """No plan fits the budget: the one at the least there is comes next, or none, if steps without took less."""
         shape, least = asked.shapes[0], error.least_bytes
         self.least_bytes[shape] = least
-        if why := self._why_worse(shape, least, None):
+        if why := self._why_worse(shape, least, asked.request.graph.start_bytes, None):
             self.refuse(shape, why)
             return
         self._say_least()
         self._queue.add(asked.shapes, replace(asked.request, budget=least))
 
-    def allowed_bytes(self, shape: CallShape) -> int:
-        """What a step under a plan may take: the budget, or what steps without one took."""
-        return self.unplanned.allowed_bytes(shape, self._budget_bytes or 0)
+    def allowed_bytes(self, planned: PlannedStep) -> int:
+        """What a step under a plan may take: the budget, or what steps without one take."""
+        return self.unplanned.allowed_bytes(planned.shapes[0], planned.graph.start_bytes, self._budget_bytes or 0)
 
-    def _why_worse(self, shape: CallShape, peak_bytes: int, step_ms: float | None) -> str:
-        return self.unplanned.why_worse(shape, peak_bytes, step_ms, self._budget_bytes or 0)
+    def _why_worse(self, shape: CallShape, peak_bytes: int, start_bytes: int, step_ms: float | None) -> str:
+        return self.unplanned.why_worse(shape, peak_bytes, start_bytes, step_ms, self._budget_bytes or 0)
 
     def note_peak(self, planned: PlannedStep, peak_bytes: int) -> bool:
         """A step under ``planned`` took that: whether it is more than the plan is worth.
 
         It is then let go of, as where a step runs other ops: the next step is watched.
         """
-        allowed = max(self.allowed_bytes(planned.shapes[0]), planned.plan.measurable_peak_bytes)
+        allowed = max(self.allowed_bytes(planned), planned.plan.measurable_peak_bytes)
         if peak_bytes <= (1 + _PEAK_TOLERANCE) * allowed:
             return False
         planned.diverged = True
@@ -649,7 +649,8 @@ class PlansByShape:
 
     def _adopted(self, asked: Asked, plan: Plan) -> PlannedStep:
         """Raises: _PlanWorseThanNoneError: steps without one are better."""
-        if why := self._why_worse(asked.shapes[0], plan.budgeted_peak_bytes, plan.predicted_step_ms):
+        start_bytes = asked.request.graph.start_bytes
+        if why := self._why_worse(asked.shapes[0], plan.budgeted_peak_bytes, start_bytes, plan.predicted_step_ms):
             raise _PlanWorseThanNoneError(why)
         planned = self._put_in_force(asked.shapes, asked.request.graph, asked.request.costs, plan)
         if asked.first is not None:

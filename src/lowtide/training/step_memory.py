@@ -60,7 +60,7 @@ class StepMemory:
         self._was_counted = False  # the last step
         self._has_budget = False  # the present step: no percentage that waits for it
         # Before the present step: all that was there, or, where nobody counts all, what is known to be.
-        self._start_bytes = self._parameter_bytes = 0
+        self.start_bytes = self._parameter_bytes = 0
         self._online_bytes = 0  # what the present step took, as an online tape counts it
         # What calls of the last step returned, and whoever called may hold: its memory, by weak reference.
         self._returned: list[weakref.ref[torch.UntypedStorage]] = []
@@ -110,14 +110,14 @@ class StepMemory:
         before = self._parameter_bytes
         if self._budget.counts_all:
             start_bytes = allocated_bytes(self._budget.device)
-            if start_bytes == self._start_bytes:  # as before the last step
+            if start_bytes == self.start_bytes:  # as before the last step
                 return None
-            self._start_bytes = start_bytes or 0
+            self.start_bytes = start_bytes or 0
         if self._budget.counts_all:
             self._parameter_bytes = sum(p.nbytes for p in model.parameters())
         else:
             resident_bytes, self._parameter_bytes = self._budget.quick_resident_bytes(model)
-            self._start_bytes = resident_bytes + self._budget.batch_bytes_beside(batch)
+            self.start_bytes = resident_bytes + self._budget.batch_bytes_beside(batch)
         return (before, self._parameter_bytes) if 0 < before != self._parameter_bytes else None
 
     def outgrown_bytes(self, model: nn.Module, step: PlannedStep) -> int:
@@ -126,7 +126,7 @@ class StepMemory:
         Where nobody counts all, as on a CPU, that is the model's, the optimizer's and the batch. Not of a sharded model
         there: what it gathers comes and goes.
         """
-        allocated = self._start_bytes
+        allocated = self.start_bytes
         comes_and_goes = self._plans_by_shape.is_sharded and not self._budget.counts_all
         if not allocated or not step.shapes or comes_and_goes:
             return 0
@@ -180,7 +180,7 @@ class StepMemory:
         afresh = step is not None and step.counted_peak_bytes is None
         self._held, self._returned = self._returned, []
         held_bytes = sum(map(storage_bytes, self.held()))
-        self._peak.begin(device, self._start_bytes + held_bytes, afresh=afresh)
+        self._peak.begin(device, self.start_bytes + held_bytes, afresh=afresh)
 
     def note_returned(self, output: object, given: object) -> None:
         """A call of the model that was ``given`` this has returned ``output``.
@@ -216,7 +216,7 @@ class StepMemory:
         """What is to live in the present step, under this plan; None where nobody counts."""
         if self._budget.is_of_reserved or not self._has_budget or self._peak.made_bytes is None:
             return None
-        most = max(self._budget.limit_bytes, self._plans_by_shape.allowed_bytes(step.shapes[0]))
+        most = max(self._budget.limit_bytes, self._plans_by_shape.allowed_bytes(step))
         device, made = self._budget.device, self._peak.made_bytes
         step.planned_bytes.begin_step(most - step.graph.start_bytes, made, lambda: unsplit_bytes(device))
         return step.planned_bytes
