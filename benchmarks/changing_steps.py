@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,11 @@ class Layers(nn.Module):
             for _ in range(count)
         )
 
+        self.drawn: Iterable[int] = range(count)  # which of them run, where no argument says it
+
     def forward(self, x: torch.Tensor, kept: list[int] | None = None, passes: int = 1) -> torch.Tensor:
         for _ in range(passes):
-            for i in range(self.count) if kept is None else kept:
+            for i in self.drawn if kept is None else kept:
                 layer = self.layers[i]
                 x = x + (checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x))
         return x
@@ -185,6 +187,11 @@ def _dropped(model: nn.Module, i: int) -> torch.Tensor:
     return model(_data(i, 512, 96), kept or [0]).square().mean()
 
 
+def _rarely_dropped(model: nn.Module, i: int) -> torch.Tensor:
+    model.drawn = (torch.rand(model.count, generator=_numbers(i)) > 0.08).nonzero().flatten().tolist()
+    return model(_data(i, 512, 96)).square().mean()
+
+
 def _recycled(model: nn.Module, i: int) -> torch.Tensor:
     return model(_data(i, 512, 96), passes=1 + i % 4).square().mean()
 
@@ -262,6 +269,8 @@ CASES = [
     Case("hidden_rows", "the same, in an object", LayersOfRows, _hidden_rows, leaves=True, kinds=(1, 2, 3)),
     Case("chosen_rows", "the same, chosen by the data", LayersOfChosen, _chosen, leaves=True, kinds=(1, 2, 3)),
     Case("layerdrop", "a quarter of the layers is left out", Layers, _dropped),
+    Case("layerdrop_inside", "a layer is left out now and then, drawn inside", lambda c: Layers(c, count=8),
+         _rarely_dropped),
     Case("recycling", "one to four passes", lambda c: Layers(c, count=4), _recycled),
     Case("graphs", "graphs of 600 to 2,600 nodes", Messages, _graph),
     Case("images", "lists of four images of 24 to 80 pixels", Images, _images),

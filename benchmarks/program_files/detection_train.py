@@ -6,7 +6,7 @@ from script_arguments import args, keep, show, timed
 
 torch.manual_seed(0)
 model = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(
-    weights=None, weights_backbone=None, num_classes=4, min_size=96, max_size=128, trainable_backbone_layers=6,
+    weights=None, weights_backbone=None, num_classes=4, min_size=224, max_size=256, trainable_backbone_layers=6,
     rpn_pre_nms_top_n_train=100, rpn_post_nms_top_n_train=50, box_batch_size_per_image=32,
 )  # fmt: skip
 optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9, weight_decay=5e-4)
@@ -22,7 +22,7 @@ def target(size: int) -> dict[str, torch.Tensor]:
 model.train()
 with timed():
     for _ in range(args.steps):
-        sizes = [96, 112]
+        sizes = [224, 192, 224, 208]
         images = [torch.rand(3, size, size) for size in sizes]
         losses = sum(model(images, [target(size) for size in sizes]).values())
         optimizer.zero_grad()

@@ -29,6 +29,13 @@ def test_remembered_shapes_differ_where_signatures_do():
     trained = shapes() + shapes()
     assert len({found for found, _ in trained}) == len(arguments) - 2  # other numbers and another order: no other shape
     words.append(x)  # what a list holds may change
+    named = [
+        {"name": ["a.png", "b.png"], "sizes": [(1, 2), (3, 4)]},
+        {"name": ["c.png", "d.png"], "sizes": [(5, 6)] * 2},
+    ]
+    assert (
+        len({shape_of_call(model, (x, batch), {}) for batch in named}) == 1
+    )  # files of samples, which differ each time
     with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         cast = shapes()
     model.eval()

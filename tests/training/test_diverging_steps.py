@@ -13,6 +13,7 @@ from lowtide.measurement.allocator import peak_bytes
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.planned_bytes import PlannedBytes
 from lowtide.tape.tape import Tape
+from lowtide.training.kinds_of_steps import UsualKinds, WholeNumbers
 from lowtide.training.planned_step import PlannedStep
 from lowtide.training.plans_by_shape import PlansByShape
 from lowtide.training.step_memory import StepMemory
@@ -144,18 +145,101 @@ def test_a_later_call_of_another_shape_is_online():
     assert peak <= 1.005 * allowed
 
 
-def test_steps_that_keep_diverging_run_online_and_that_is_told_once():
-    model = Changing()
-    plain = copy.deepcopy(model)
-    with lowtide.fit(model, budget=resident_bytes(model) + allowance(model)) as fit:
-        for n in range(14):
-            model.way = plain.way = (PLAIN, EXTRA, SKIPPED, OTHER_OPS)[n % 4]
-            assert same(train(plain, [batch_of()]), train(model, [batch_of()]))
-            fit.wait()
+class Skipping(nn.Module):
+    """Runs the layers that ``kept`` says, or what ``drawn`` says: no argument tells."""
+
+    def __init__(self, layers: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(layers))
+        self.drawn = tuple(range(layers))
+
+    def forward(self, x, count=None):
+        for n in self.drawn[:count]:
+            x = x + self.layers[n](x).sigmoid() * 2
+        return x
+
+
+def skipping_fit(model: nn.Module) -> lowtide.Fit:
+    return lowtide.fit(with_gradients(model), budget=2 * resident_bytes(model) + allowance(model, 0.6))
+
+
+def skip(model: nn.Module, fit: lowtide.Fit, *args: object) -> None:
+    plain = with_gradients(copy.deepcopy(model))
+    for trained in (plain, model):
+        trained.zero_grad(set_to_none=False)
+        trained(batch_of(), *args).square().mean().backward()
+    assert all(map(torch.equal, gradients(model), gradients(plain)))
+    fit.wait()
+
+
+def test_steps_that_never_repeat_run_online_and_that_is_told_once():
+    model = Skipping()
+    with skipping_fit(model) as fit:
+        for n in range(40):
+            model.drawn = tuple(range(8))[: 2 + n % 7] + (n % 8, n // 8)
+            skip(model, fit)
         status = fit.status()
 
     assert sum("run online from now on" in reason for reason in status.reasons) == 1
-    assert (status.plans, status.in_force, status.planned_steps) == (0, False, 0)
+    assert status.plans == 0 and not status.in_force
+
+
+@pytest.mark.parametrize("sees_kinds", [True, False])
+def test_the_usual_kind_of_step_keeps_its_plan_and_rarer_ones_leave_it(sees_kinds, monkeypatch):
+    """Half of the steps skip a layer, each another one: no plan for these, though the first step was of them."""
+    if not sees_kinds:
+        monkeypatch.setattr(UsualKinds, "is_usual", lambda self, pattern, kind: False)
+        monkeypatch.setattr(UsualKinds, "is_worth_a_plan", lambda self, pattern, kind: True)
+    model = Skipping()
+    with skipping_fit(model) as fit:
+        for n in range(48):
+            skipped = n // 2 % 8 if n % 2 == 0 else None
+            model.drawn = tuple(m for m in range(8) if m != skipped)
+            skip(model, fit)
+            if n == 23:
+                before = fit.status()
+        status = fit.status()
+
+    planned = status.planned_steps - before.planned_steps
+    assert (planned == 12) == sees_kinds, (planned, status.reasons)
+
+
+def test_a_kind_that_takes_the_place_of_the_usual_one_is_planned():
+    model = Skipping()
+    with skipping_fit(model) as fit:
+        for n in range(24):
+            model.drawn = tuple(range(8))[n >= 8 :]
+            skip(model, fit)
+        status = fit.status()
+
+    assert status.in_force and status.planned_steps >= 7 + 8
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_numbers_that_say_what_runs_give_each_kind_of_step_a_plan(looks, monkeypatch):
+    if not looks:
+        monkeypatch.setattr(WholeNumbers, "look", lambda self: None)
+    model = Skipping()
+    with skipping_fit(model) as fit:
+        for n in range(24):
+            skip(model, fit, 4 + n % 3)
+            if n == 15:
+                before = fit.status()
+        status = fit.status()
+
+    assert (status.planned_steps - before.planned_steps == 8) == looks, status.reasons
+    assert (status.plans >= 3) == looks
+
+
+def test_a_number_that_counts_steps_is_not_looked_at_for_long():
+    model = Skipping()
+    with skipping_fit(model) as fit:
+        for n in range(30):
+            model.drawn = tuple(range(8))[n == 2 :]
+            skip(model, fit, 100 + n)
+        status = fit.status()
+
+    assert status.in_force and status.planned_steps >= 16
 
 
 def test_a_rare_divergence_leaves_the_plan_in_force():

@@ -95,7 +95,7 @@ def test_it_does_where_those_took_more_and_one_line_tells_of_all_sizes(model, bu
         for rows in (128, 200, 300):
             train(model, [batch_of(rows)])
             for shape in plans.seen:
-                plans.unplanned.note(shape, 3 * budget, None)
+                plans.unplanned.note(shape, 3 * budget, 0, None)
             fit.wait()
         status = fit.status()
 

@@ -205,7 +205,8 @@ def _call_in_place(module: nn.Module, path: str) -> ObservedCall | WholeCall:
 def call_signature(model: nn.Module, args: tuple, kwargs: dict) -> str:
     """What decides which ops a call runs, as text: shapes, dtypes, flags, words, training flag, autocast.
 
-    Numbers are left out: they may count up or be annealed, and whether one changes the ops, the op sequence shows.
+    Numbers are left out: they may count up or be annealed, and whether one changes the ops, the op sequence shows. So
+    are words in lists: those are of samples, as names of their files.
     """
     parts = ["train" if model.training else "eval"]
     for device in autocast_types():
@@ -226,15 +227,17 @@ def masks_nothing(kwargs: dict) -> bool:
         return bool(mask.all())
 
 
-def _describe(value: Any) -> str:
+def _describe(value: Any, *, in_list: bool = False) -> str:
     if isinstance(value, torch.Tensor):
         grad = "*" if value.requires_grad else ""
         return f"{_short(value.dtype)}{list(value.shape)}{grad}".replace(" ", "")
     if isinstance(value, (list, tuple)):
-        return "(" + ",".join(map(_describe, value)) + ")"
+        return "(" + ",".join(_describe(v, in_list=True) for v in value) + ")"
     if isinstance(value, dict) or hasattr(value, "items"):
-        return "{" + ",".join(f"{k}:{_describe(v)}" for k, v in value.items()) + "}"
-    if value is None or isinstance(value, (bool, str)):
+        return "{" + ",".join(f"{k}:{_describe(v, in_list=in_list)}" for k, v in value.items()) + "}"
+    if isinstance(value, str):
+        return "word" if in_list else repr(value)
+    if value is None or isinstance(value, bool):
         return repr(value)
     if isinstance(value, (int, float)):
         return "number"

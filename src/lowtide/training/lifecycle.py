@@ -32,6 +32,7 @@ from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tracing.model_facts import ModelFacts
 from lowtide.training.budget import StepBudget
 from lowtide.training.existing_checkpointing import ExistingCheckpointing
+from lowtide.training.kinds_of_steps import WholeNumbers
 from lowtide.training.notices import Notices
 from lowtide.training.past_training import PastTraining
 from lowtide.training.plan_finder import PlanFinder
@@ -111,6 +112,7 @@ class Lifecycle:
             model, budget, self.plans_by_shape, self.memory, counters, reasons, self._known_calls
         )
         self.seams = ModelSeams(model)
+        self._numbers = WholeNumbers()
         self.step = RunningStep()
         self._last: PlannedStep | None = None  # that was in force
         self._ended_well = True  # the step before
@@ -150,6 +152,7 @@ class Lifecycle:
             self._end_step()
         elif self.step.has_failed or self.step.is_forgotten:
             self._forget_step()
+        shape = self._numbers.added_to(shape, args, kwargs)
         if not self.step.shapes:
             self._begin_step(model, shape, (args, kwargs))
         self.step.shapes.append(self.step.shape_in_step(shape))
@@ -225,6 +228,8 @@ class Lifecycle:
         there = made if self._budget.counts_all else planned.graph.resident["batch"] + made
         if (counted := planned.tape.planned_bytes) is not None and counted.passed_by:
             self._reasons.say_first("passed", _held_more(counted.passed_by))
+            planned.kind = None
+        self.step.left_after = last_op
         try:
             self._open_watch(OnlineTape, model, (), unseen_bytes=there)
         except Exception as error:  # the step goes on without us
@@ -314,6 +319,8 @@ class Lifecycle:
         counters.steps += 1
         counters.plan_left_steps += planned is not None and watch is not None
         counters.why_not_planned = step.why_no_plan
+        if step.shapes and not step.spoiled:
+            self.plans_by_shape.note_kind(step.shapes[0], step.kind)
         if planned is not None:
             counters.why_not_planned = _RAN_OTHER_OPS if self._has_left_plan(step, planned) else ""
         counters.planned_steps += not counters.why_not_planned
@@ -336,14 +343,18 @@ class Lifecycle:
             self.plans_by_shape.unplanned.note(step.shapes[0], peak, self.memory.start_bytes, step_ms)
         elif ran_plan and planned is not None and planned.shapes and not planned.tape.proved:
             self.memory.judge_planned(planned, peak)
+        elif planned is not None and planned.shapes and watch is not None:
+            self.plans_by_shape.note_left(planned, peak)
 
     def _has_left_plan(self, step: RunningStep, planned: PlannedStep) -> bool:
         """Whether a step that is over ran other ops than ``planned``, under which it began."""
         if why := step.why_unlike_plan:
             self._say(why)
         diverged = bool(why) or step.watch is not None
+        if diverged:
+            self._numbers.look()
         if planned.shapes:
-            self.plans_by_shape.note_step(planned, step.made_nodes, diverged=diverged)
+            self.plans_by_shape.note_step(planned, step.made_nodes, diverged=diverged, unseen=bool(why))
         return diverged
 
     def _end_watch(self, step: RunningStep, watch: OnlineTape, *, is_whole: bool) -> None:

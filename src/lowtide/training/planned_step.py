@@ -41,6 +41,7 @@ class PlannedStep:
         saw_segments: Its counted peak was foreseen from what the allocator held before its first step.
         fits_beside_bytes: So much was on the device before a step with gradients, and the plan fitted beside it.
         num_nodes: Of autograd, by each call: what the watched step made, else the first real step that matched.
+        kind: Of the watched step; None: there was none, or later steps took more than the plan is worth.
     """
 
     plan: Plan
@@ -58,6 +59,7 @@ class PlannedStep:
     saw_segments: bool = False
     fits_beside_bytes: int = 0
     num_nodes: Mapping[int, int] = field(default_factory=dict)
+    kind: int | None = None
 
     @property
     def is_derived(self) -> bool:

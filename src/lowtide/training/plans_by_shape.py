@@ -31,6 +31,7 @@ from lowtide.solvers.dispatch import solve
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
 from lowtide.tracing.model_facts import ModelFacts
+from lowtide.training.kinds_of_steps import UsualKinds
 from lowtide.training.notices import Notices
 from lowtide.training.plan_queue import Asked, PlanQueue
 from lowtide.training.planned_step import PlannedStep
@@ -42,12 +43,16 @@ from lowtide.units import format_bytes
 logger = logging.getLogger("lowtide")
 _MAX_REPLANS = 2  # of one shape, when its steps turn out to run other ops than the plan knows
 _PEAK_TOLERANCE = 0.01  # of what a step may take: a plan is kept that took so much more
-_STEPS_REMEMBERED = 8  # of one pattern: where most of them ran other ops than planned, no plan fits
+_STEPS_REMEMBERED = 8  # of one pattern: where most of them took more than planned, no plan fits
 _MOST_EVENTS_AT_ONCE = 10_000  # of a graph that is planned while a step waits: a second or two
 _MOST_IN_VAIN, _THEN_EVERY = 3, 8  # plans that served no step; of the steps after them, so many are recorded
 _MOST_TOLD = 3  # plans, one line each: batches of many sizes have many
 _WORTH_OWN_PLAN = 0.005  # of the plain step's time: what a step that makes its gradients could do without
 _MUCH_SMALLER = 0.85  # of the shape whose plan serves it: worth a plan of its own
+_RUN_ONLINE = (
+    "(skipped layers, experts or branches that depend on data), so steps like these run online from now on: within the "
+    "budget, and slower than under a plan. For a plan, let every step run the same ops"
+)
 
 
 class _PlanWorseThanNoneError(LowtideError):
@@ -88,7 +93,9 @@ class PlansByShape:
         # Of the last planned steps of each pattern: did they run other ops?
         self._diverged: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=_STEPS_REMEMBERED))
         self._unsteady: set[str] = set()  # patterns whose steps run other ops each time
+        self._kinds = UsualKinds()
         self._num_nodes: dict[tuple[CallShape, ...], Mapping[int, int]] = {}  # of watched steps
+        self._kind_of: dict[tuple[CallShape, ...], int | None] = {}  # likewise
         # The last watched graph of these shapes, its step's global flags, and those ops that need no other proof.
         self._proven: dict[tuple[CallShape, ...], tuple[StepGraph, tuple, frozenset[int]]] = {}
         self._aside: dict[tuple[CallShape, ...], PlannedStep] = {}  # see ``best_that_fits``
@@ -143,7 +150,7 @@ class PlansByShape:
         Where plan after plan serves no step, since each is of another shape, few are: recording costs more than a step.
         A shape that follows from others is no such: its plan is made anyhow, and this step is what it is compared with.
         """
-        if shape in self._refused or shape.pattern in self._unsteady:
+        if shape in self._refused or shape.pattern in self._unsteady or self._kinds.waits(shape.pattern):
             return False
         if self._in_vain >= _MOST_IN_VAIN and self._num_steps % _THEN_EVERY and not self._is_family_shape(shape):
             return False
@@ -191,7 +198,7 @@ class PlansByShape:
         else:
             return found
         program = other.tape.program
-        self._num_nodes[shapes] = other.num_nodes
+        self._num_nodes[shapes], self._kind_of[shapes] = other.num_nodes, other.kind
         if program.flags is not None:
             self._proven[shapes] = graph, program.flags, frozenset(program.proven_ops)
         if shape.has_gradients:
@@ -218,25 +225,36 @@ class PlansByShape:
             return False
         return shape.share_of(served_by.shapes[0]) <= _MUCH_SMALLER
 
-    def note_step(self, planned: PlannedStep, num_nodes: Mapping[int, int], *, diverged: bool) -> None:
+    def note_kind(self, shape: CallShape, kind: int | None) -> None:
+        """A step has ended that began with a call of ``shape``; None: nobody saw all of it."""
+        self._kinds.note(shape.pattern, kind)
+        if self._kinds.waits_in_vain(shape.pattern):
+            self._reasons.say(f"steps run other ops each time {_RUN_ONLINE}")
+
+    def note_step(
+        self, planned: PlannedStep, num_nodes: Mapping[int, int], *, diverged: bool, unseen: bool = False
+    ) -> None:
         """A step has ended that began under ``planned``.
 
         Args:
             num_nodes: How many autograd nodes each call made.
             diverged: The step ran other ops.
+            unseen: Until its end, so it may have taken more than the budget.
         """
         planned.diverged = diverged
+        if unseen:
+            planned.kind = None
         before = self._diverged[planned.shapes[0].pattern]
         before.append(diverged)
         if not planned.is_known and not diverged and len(num_nodes) == len(planned.shapes):
             planned.num_nodes = num_nodes
-            planned.tape.matches_all = any(before)
+        planned.tape.matches_all = any(before)
 
     def why_no_plan(self, shape: CallShape) -> str:
         """In words, where ``plan_for`` has none."""
         if shape in self._refused:
             return "there is no plan for steps like the last one"
-        if shape.pattern in self._unsteady:
+        if shape.pattern in self._unsteady or self._kinds.waits(shape.pattern):
             return "steps like the last one run other ops each time, so they run online"
         if self._is_waiting_for(shape):
             return "the plan for the last step is still being made"
@@ -252,16 +270,25 @@ class PlansByShape:
         planned.diverged = False
         shape, own = planned.last_served, planned.shapes[0]
         steps = self._diverged[own.pattern]
-        out_of_replans = self._replans[own] >= _MAX_REPLANS
-        if (out_of_replans or len(steps) == _STEPS_REMEMBERED) and 2 * sum(steps) > len(steps):
+        is_full, out_of_replans = len(steps) == _STEPS_REMEMBERED, self._replans[own] >= _MAX_REPLANS
+        if planned.kind is None:  # its steps take more than it is worth, or nobody knows its kind
+            is_unsteady = (out_of_replans or is_full) and 2 * sum(steps) > len(steps)
+        else:
+            is_unsteady = is_full and all(steps)
+        if is_unsteady:
             self._run_online(own.pattern)
             return False
         if shape is not None and shape != own:
             self._alone.add(shape)
             return False
-        if out_of_replans:
+        if planned.kind is None:
+            if out_of_replans:
+                return True
+            self._replans[own] += 1
+        elif self._kinds.is_usual(own.pattern, planned.kind):
             return True
-        self._replans[own] += 1
+        else:
+            self._kinds.wait_for_usual(own.pattern)
         self._aside.pop(planned.shapes, None)
         self.plans.remove(planned)
         if planned.is_derived:
@@ -270,6 +297,16 @@ class PlansByShape:
             self._statistics.forget(own)
         return False
 
+    def note_left(self, planned: PlannedStep, peak_bytes: int) -> None:
+        """A step left ``planned`` and took that.
+
+        What a plan keeps is kept, so one of larger steps would be better, unless this one's come often.
+        """
+        pattern = planned.shapes[0].pattern
+        if self._is_too_much(planned, peak_bytes) and not self._kinds.is_often(pattern, planned.kind):
+            planned.kind = None
+            self._kinds.wait_for_usual(pattern)
+
     def _run_online(self, pattern: str) -> None:
         """Steps that start with calls of ``pattern`` have no plan from now on."""
         steps = self._diverged[pattern]
@@ -277,9 +314,8 @@ class PlansByShape:
         self._aside.clear()
         self.plans = [p for p in self.plans if p.shapes[0].pattern != pattern]
         self._reasons.say(
-            f"{sum(steps)} of the last {len(steps)} steps under a plan ran other ops than planned (skipped layers, "
-            "experts or branches that depend on data), or of other sizes, so steps like these run online from now on: "
-            "within the budget, and slower than under a plan. For a plan, let every step run the same ops"
+            f"{sum(steps)} of the last {len(steps)} steps under a plan ran other ops than planned, or of other sizes "
+            + _RUN_ONLINE
         )
 
     def start_afresh(self, before_bytes: int, now_bytes: int) -> None:
@@ -290,7 +326,15 @@ class PlansByShape:
         self.plans = []
         self._queue.drop(lambda _: True)
         self._statistics, self.unplanned = ShapeStatistics(), UnplannedSteps()
-        for known in (self._proven, self._num_nodes, self.least_bytes, self._diverged, self._replans):
+        for known in (
+            self._proven,
+            self._num_nodes,
+            self._kind_of,
+            self.least_bytes,
+            self._diverged,
+            self._replans,
+            self._kinds,
+        ):
             known.clear()
         for shapes in (self._refused, self._doubted, self._alone):
             shapes.clear()
@@ -500,6 +544,7 @@ class PlansByShape:
         costs: Costs,
         budget_bytes: int,
         num_nodes: Mapping[int, int],
+        kind: int | None,
         flags: tuple,
         proven_ops: frozenset[int],
     ) -> None:
@@ -507,9 +552,13 @@ class PlansByShape:
 
         Args:
             num_nodes: How many autograd nodes each call made.
+            kind: See ``RunningStep.kind``.
             proven_ops: Those of the graph that need no other proof under these global ``flags``.
         """
-        self._num_nodes[shapes] = num_nodes
+        pattern = shapes[0].pattern
+        if not self._kinds.is_worth_a_plan(pattern, kind):
+            return
+        self._num_nodes[shapes], self._kind_of[shapes] = num_nodes, kind
         self._proven[shapes] = graph, flags, proven_ops
         self._budget_bytes = budget_bytes
         self._doubted.discard(shapes[0])
@@ -612,13 +661,16 @@ class PlansByShape:
 
         It is then let go of, as where a step runs other ops: the next step is watched.
         """
-        allowed = max(self.allowed_bytes(planned), planned.plan.measurable_peak_bytes)
-        if peak_bytes <= (1 + _PEAK_TOLERANCE) * allowed:
+        if not self._is_too_much(planned, peak_bytes):
             return False
-        planned.diverged = True
+        planned.diverged, planned.kind = True, None
         if steps := self._diverged[planned.shapes[0].pattern]:
             steps[-1] = True
         return True
+
+    def _is_too_much(self, planned: PlannedStep, peak_bytes: int) -> bool:
+        allowed = max(self.allowed_bytes(planned), planned.plan.measurable_peak_bytes)
+        return peak_bytes > (1 + _PEAK_TOLERANCE) * allowed
 
     def _say_least(self) -> None:
         """That plans are above the budget: one line for all shapes, told once, and taken back where it is not so."""
@@ -663,7 +715,8 @@ class PlansByShape:
         tape = Tape(program_of(plan), model, self._tiers.open_for(plan))
         tape.matches_all = any(self._diverged[shapes[0].pattern])
         self._in_vain += 1
-        planned = PlannedStep(plan, graph, costs, shapes, tape, num_nodes=self._num_nodes.get(shapes, {}))
+        num_nodes, kind = self._num_nodes.get(shapes, {}), self._kind_of.get(shapes)
+        planned = PlannedStep(plan, graph, costs, shapes, tape, num_nodes=num_nodes, kind=kind)
         watched, flags, proven_ops = self._proven.get(shapes, (None, None, frozenset()))
         if watched is graph:
             planned.tape.program.note_proven(flags, proven_ops)

@@ -36,6 +36,7 @@ class _Recorded(NamedTuple):
     graph: StepGraph
     times: WatchedTimes
     made_nodes: Mapping[int, int]
+    kind: int | None
     flags: tuple
     proven_ops: frozenset[int]
 
@@ -115,7 +116,9 @@ class RecordedSteps:
         if why := watch.times.why_of_launches(graph):
             self._reasons.note(why)
         flags, proven = watch.run_state.flags, watch.proven_ops
-        self._unread.append(_Recorded(tuple(step.shapes), graph, watch.times, step.made_nodes, flags, proven))
+        self._unread.append(
+            _Recorded(tuple(step.shapes), graph, watch.times, step.made_nodes, step.kind, flags, proven)
+        )
         if not self._budget.optimizers.are_unknown:  # else the next step asks: its state is there then
             self.request_plans()
 
@@ -134,7 +137,7 @@ class RecordedSteps:
                 self._budget.follow_state()
                 self._plans_by_shape.request(
                     recorded.shapes, graph, costs, self._budget.fixed_for(graph, costs), recorded.made_nodes,
-                    recorded.flags, recorded.proven_ops,
+                    recorded.kind, recorded.flags, recorded.proven_ops,
                 )  # fmt: skip
 
     def _with_state(self, graph: StepGraph) -> StepGraph:

@@ -44,6 +44,7 @@ class RunningStep:
         seam: Of the watch. ``plan_seam``: of a plan that drops something outside the model's calls.
         shapes: Of the calls so far.
         planned_calls: How many of these ran under the plan.
+        left_after: The last planned op before it left its plan, if it has.
         has_gradients: The model had some before: the step adds to them.
         trained: Which parameters it trains, if not those of the first step.
         runs_own_checkpointing: It runs as the model is, the model's own checkpointing included.
@@ -68,6 +69,7 @@ class RunningStep:
         self.plan_seam: Seam | None = None
         self.shapes: list[CallShape] = []
         self.planned_calls = 0
+        self.left_after = -1
         self.has_gradients = False
         self.trained = ""
         self.runs_own_checkpointing = self.has_budget = self.is_shared = False
@@ -146,6 +148,19 @@ class RunningStep:
     def made_nodes(self) -> dict[int, int]:
         """How many nodes of autograd each call made."""
         return {position: len(nodes) - self.thrown_away[position] for position, nodes in self.nodes.items()}
+
+    @property
+    def kind(self) -> int | None:
+        """Which ops it ran, as far as modules and autograd's nodes tell; None: nobody saw them.
+
+        Of a step that left its plan: where, and the nodes.
+        """
+        nodes = sorted(self.made_nodes.items())
+        if self.planned is not None and self.watch is None:
+            return None if self.why_unlike_plan else self.planned.kind
+        if self.planned is not None:
+            return hash((self.planned.kind, self.left_after, *nodes))
+        return None if self.watch is None else hash((self.watch.modules_run, *nodes))
 
     @property
     def has_failed(self) -> bool:

@@ -96,7 +96,7 @@ class OnlineTape(HookedMode):
         problem: An error of the tape's own; from then on the step is saved as without it. "" as long as there is none.
         checkpointed: The first module call that ran inside ``torch.utils.checkpoint``; "" if there was none.
         other_hooks: What has put saved-tensor hooks in place around a module call; "" if nothing has.
-        calls: Module calls entered.
+        calls: Module calls entered. ``modules_run``: a hash of which they were, in order.
         crossing_bytes: Saved for autograd, and never let go: read outside a window that they were made in.
         known_calls: What calls of Functions have shown in earlier steps.
         running_call: The one that runs now, if its operators are of interest.
@@ -144,7 +144,7 @@ class OnlineTape(HookedMode):
         self._seen_backward: SeenBackward | None = None  # the one that runs, if it is learned
         self._unseen_backward: UnseenBackward | None = None  # or if the mode is away
         self._forget_observer: Callable[[], None] = _no_model
-        self.calls = self.crossing_bytes = 0
+        self.calls = self.modules_run = self.crossing_bytes = 0
         self.op_s = 0.0  # what the host needed for the last op
 
     def begin_step(self, unseen_bytes: int = 0) -> None:
@@ -257,6 +257,7 @@ class OnlineTape(HookedMode):
 
     def enter(self, path: str) -> None:
         self.calls += 1
+        self.modules_run = hash((self.modules_run, path))
         if not (self.checkpointed and self.other_hooks):
             module, name = hooks_of_others()
             if module == CHECKPOINT:
