@@ -40,7 +40,7 @@ class WholeNumbers:
         if len(self._seen) > _MOST_BY_NUMBERS:
             self._are_looked_at, self._vary = False, True
             return shape
-        return shape._replace(pattern=f"{shape.pattern} with {told}")
+        return shape._replace(pattern=f"{shape.pattern} with {told}") if len(self._seen) > 1 else shape
 
 
 def _whole_numbers(value: Any) -> Iterator[int]:
