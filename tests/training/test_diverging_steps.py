@@ -207,7 +207,7 @@ def test_the_usual_kind_of_step_keeps_its_plan_and_rarer_ones_leave_it(sees_kind
 def test_a_kind_that_takes_the_place_of_the_usual_one_is_planned():
     model = Skipping()
     with skipping_fit(model) as fit:
-        for n in range(24):
+        for n in range(32):
             model.drawn = tuple(range(8))[n >= 8 :]
             skip(model, fit)
         status = fit.status()

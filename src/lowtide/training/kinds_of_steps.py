@@ -9,7 +9,7 @@ from lowtide.shapes.call_shapes import CallShape
 _MOST_BY_NUMBERS = 8  # kinds of steps: where there are more, the numbers count steps, perhaps, or tokens
 _MOST_NUMBERS = 64  # in one call's arguments: more of them are data
 _REMEMBERED = 16  # steps of a pattern
-_IN_A_ROW = 5  # steps of other kinds: from now on they may all be
+_IN_A_ROW = 6  # steps of other kinds: from now on they may all be
 _OFTEN = 4  # of those remembered: less often a plan is not worth making
 _MOST_IN_VAIN = 6  # recorded steps of rarer kinds: what was usual is not any more
 
@@ -73,13 +73,10 @@ class UsualKinds:
             self._waiting[pattern] += 1
 
     def is_usual(self, pattern: str, kind: int | None) -> bool:
-        """Whether such steps still come, and none of another kind that does has come more often, or twice just now."""
+        """Whether such steps still come, and none of another kind that does has come more often."""
         last = list(self._last[pattern])
         come = {k for k in last[-_IN_A_ROW:] if k is not None}
-        twice = last[-1] if last[-2:-1] == last[-1:] else None
-        if kind not in come or twice not in (None, kind):
-            return False
-        return last.count(kind) == max(map(last.count, come))
+        return kind in come and last.count(kind) == max(map(last.count, come))
 
     def is_often(self, pattern: str, kind: int | None) -> bool:
         """Whether such steps are worth a plan."""
