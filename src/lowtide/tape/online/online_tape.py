@@ -102,6 +102,7 @@ class OnlineTape(HookedMode):
         crossing_bytes: Saved for autograd, and never let go: read outside a window that they were made in.
         known_calls: What calls of Functions have shown in earlier steps.
         running_call: The one that runs now, if its operators are of interest.
+        ran_opaque: Compiled code that ran, and whose inside nobody sees; "" if none did.
     """
 
     may_be_unseen = True  # a backward, once what it makes is known
@@ -147,6 +148,7 @@ class OnlineTape(HookedMode):
         self._unseen_backward: UnseenBackward | None = None  # or if the mode is away
         self._forget_observer: Callable[[], None] = _no_model
         self.calls = self.modules_run = self.crossing_bytes = 0
+        self.ran_opaque = ""
         self.op_s = 0.0  # what the host needed for the last op
 
     def begin_step(self, unseen_bytes: int = 0) -> None:
@@ -303,6 +305,7 @@ class OnlineTape(HookedMode):
 
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
         """A call of compiled code: what it makes is counted and never released."""
+        self.ran_opaque = path or "the model"
         with _disable_current_modes():
             result = run()
         for tensor in tensors_in(result):
