@@ -72,7 +72,7 @@ STEPS = Feature(
         "torch._use_cudnn_ctc_loss", "torch._subclasses.fake_tensor", "torch._C._accelerator_getDeviceStats",
         "torch._C._accelerator_isAllocatorInitialized",
         # Replays: the state that an op ran under, and memory that nobody else holds.
-        "torch._C._DisableAutocast", "torch._C._is_any_autocast_enabled",
+        "torch._C._DisableAutocast", "torch._C._is_any_autocast_enabled", "torch._C._RestorePythonTLSSnapshot",
         "torch._C._get_cudnn_benchmark", "torch._C._get_cudnn_deterministic", "torch._C._get_deterministic_algorithms",
         "torch._C._get_deterministic_algorithms_warn_only",
         "torch._C._get_fp32_precision_getter", "torch._C._set_fp32_precision_setter",

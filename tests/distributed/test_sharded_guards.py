@@ -90,6 +90,21 @@ def test_what_compiled_layers_of_a_sharded_model_store_is_saved_whole(monkeypatc
         step(other, harshest(other))
 
 
+def test_a_fit_says_that_no_budget_reaches_what_compiled_layers_of_a_sharded_model_store(monkeypatch):
+    """The first step compiles: what the compiler differentiates is no backward of the step."""
+    torch._dynamo.reset()
+    model, plain = net(compiled_layers), step(net(compiled_layers))
+    torch._dynamo.reset()
+    with lowtide.fit(model, budget="300KiB") as fit:
+        assert [step(model) for _ in range(3)] == [plain] * 3
+        status = fit.status()
+
+    assert status.steps == 3 and not any("did not see" in reason for reason in status.reasons)
+    assert any("layers.0 is compiled and sharded, so it cannot run again" in reason for reason in status.reasons)
+    assert status.over_budget_steps == 3
+    assert any("what compiled code stores (layers." in reason for reason in status.reasons)
+
+
 # -- units ------------------------------------------------------------------------------------------------------------
 
 

@@ -36,6 +36,18 @@ def test_a_policy_trains_the_same_within_the_budget(accumulate, tmp_path):
         assert max(over_full["peaks"][-2:]) < max(plain["peaks"])
 
 
+def test_blocks_that_torchtitan_compiles_are_planned_inside_and_train_the_same(tmp_path):
+    """Compiled by torchtitan itself, no step of sharded blocks is ever planned, and each is above the budget."""
+    from support import torchtitan_training
+
+    (found,) = on_every_rank(torchtitan_training.policies, str(tmp_path), 0.7, 1, True, world=1)
+    plain, ours, status = found["none"], found["lowtide"], found["lowtide"]["status"]
+
+    assert same(ours, plain)
+    assert status.in_force and status.planned_steps >= 4 and not status.over_budget_steps
+    assert max(ours["peaks"]) <= ours["budget"] < max(plain["peaks"])
+
+
 def test_what_cannot_be_carried_out_is_refused_by_name(tmp_path):
     from support import torchtitan_training
 
@@ -45,5 +57,6 @@ def test_what_cannot_be_carried_out_is_refused_by_name(tmp_path):
         "IntegrationError: MemoryBudgetAC has the compiler recompute what a plan decides"
     )
     assert told["weights"].startswith("BudgetInfeasibleError: no plan fits budget=1.00 KiB")
+    assert told["on_excess"].startswith("IntegrationError: on_excess='raise' has no meaning where blocks are compiled")
     assert told["typing error"].startswith("ValueError: budget='6Gob': 'Gob' is not a unit of memory")
     assert told["version"].startswith("IntegrationError: torchtitan 0.3.0 was never tried")

@@ -13,7 +13,7 @@ from support.toy_graphs import unit_costs
 
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.simulation.simulator import simulate, simulate_actions
-from lowtide.solvers import least_peak
+from lowtide.solvers import least_peak, tuning
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.improving_plans import improving_plans
@@ -45,6 +45,21 @@ def test_the_first_plan_solves_no_program_with_whole_decisions_and_is_within_two
 
     assert first.predicted_step_ms <= 1.02 * best_ms
     assert first.predicted_peak_bytes <= first.budget_bytes
+
+
+def test_of_a_large_step_a_published_plan_comes_before_any_model_is_built(monkeypatch):
+    """A loss that goes through its rows in a loop is a segment whose first columns take seconds."""
+    graph, costs = load_case("decoder32")
+    assert len(graph.events) >= tuning.PUBLISHED_FIRST_EVENTS > len(load_case("decoder8_512")[0].events)
+    plans = improving_plans(graph, costs, "40%")
+    with monkeypatch.context() as without_models:
+        without_models.setattr(ExactSearch, "_models", property(lambda _: pytest.fail("a model was built")))
+        at_once = next(plans)
+
+    assert at_once.predicted_peak_bytes <= at_once.budget_bytes and at_once.bound_ms is None
+    monkeypatch.setattr(LinearProgram, "minimise", None)
+    better = next(plans)
+    assert better.predicted_step_ms < at_once.predicted_step_ms and better.bound_ms is None
 
 
 @pytest.mark.parametrize("case", thorough_but(("chain48",), ("chain48", "toy")))

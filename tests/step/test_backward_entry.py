@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.step import backward_entry
 
@@ -80,3 +81,15 @@ def test_what_backward_runs_within_outlives_observers_that_are_dropped_in_it():
     backward()
     assert len(entered) == 3
     assert autograd.graph._engine_run_backward is before
+
+
+def test_a_backward_that_a_compiler_derives_from_fake_tensors_is_nobodys():
+    """Dynamo compiles in the middle of a forward pass: no step ends there."""
+    observer = Observer()
+    with backward_entry.observed_by(observer):
+        with FakeTensorMode():
+            x = torch.ones(2, requires_grad=True)
+            x.square().sum().backward()
+        assert observer.seen == 0
+        backward()
+    assert observer.seen == 1

@@ -92,6 +92,9 @@ def refused(rank: int, folder: str) -> dict[str, str]:
     told["compiler"] = _error(lambda: torchtitan.fit(trainer, budget="1GiB"))
     trainer.config.activation_checkpoint = before
     told["weights"] = _error(lambda: torchtitan.fit(trainer, budget="1KiB"))
+    torch._dynamo.reset()
+    config = torchtitan_on_cpu.trainer_config(folder=folder, compiled=True)
+    told["on_excess"] = _error(lambda: torchtitan.fit(torchtitan_on_cpu.made(config), budget="1GiB", on_excess="raise"))
     told["typing error"] = _error(lambda: LowtideAC.Config(budget="6Gob").build(dump_folder=""))
     versions = torchtitan.check_version.__globals__["SUPPORTED"]
     before, versions["torchtitan"] = versions["torchtitan"], ("9", "10")

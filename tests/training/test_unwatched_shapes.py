@@ -1,6 +1,7 @@
 """Shapes that nobody has watched get plans too, and what was derived wrong is noticed."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -145,6 +146,25 @@ def test_a_planners_first_answer_and_its_last_are_one_plan(model, budget):
         plans._adopted(asked, planned.plan)
 
         assert plans._in_vain == before + 1
+
+
+def test_each_better_answer_of_the_planner_is_put_in_force_and_its_time_counts_before_the_last(model, budget):
+    with lowtide.fit(model, budget=budget) as fit:
+        learn(model, fit, (96,))
+        plans, (planned,) = fit._lifecycle.plans_by_shape, fit._lifecycle.plans_by_shape.plans
+        assert planned.costs is not None
+        pending, before_s = PendingPlan(), plans.planning_s
+        request = SimpleNamespace(graph=planned.graph, costs=planned.costs)
+        plans._queue.asked = Asked(planned.shapes, request, pending)
+        in_force = []
+        for answer in (planned.plan, replace(planned.plan, status="feasible")):
+            pending.add(Answer(answer, final=False), "thread")
+            train(model, [batch_of(96)])
+            in_force.append(plans.plans[-1].plan)
+            assert in_force[-1].to_json() == answer.to_json()
+            train(model, [batch_of(96)])
+            assert plans.plans[-1].plan is in_force[-1]  # an answer is looked at once
+        assert plans.planning_s > before_s and "for 0 s by now" in plans.why_no_plan(planned.shapes[0])
 
 
 @pytest.mark.parametrize("has_first", [True, False])

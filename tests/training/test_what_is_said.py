@@ -32,10 +32,11 @@ def told():
     model = nn.Linear(4, 4)
     budget = StepBudget(model, 4 * MIB)
 
-    def said(live_bytes, asked_bytes, workspace):
+    def said(live_bytes, asked_bytes, workspace, ran_opaque=""):
         reasons = Notices()
         releaser = SimpleNamespace(budget_bytes=4 * MIB, over_bytes=asked_bytes - 4 * MIB, lowered_bytes=0)
-        watch = SimpleNamespace(releaser=releaser, live=SimpleNamespace(peak=live_bytes), peak_workspace=workspace)
+        live = SimpleNamespace(peak=live_bytes)
+        watch = SimpleNamespace(releaser=releaser, live=live, peak_workspace=workspace, ran_opaque=ran_opaque)
         memory = StepMemory(budget, None, Counters(), reasons)
         memory.note_peak(watch)
         memory.end_step(None, ran_plan=False)
@@ -47,6 +48,10 @@ def told():
 def test_room_that_was_only_asked_for_is_not_said_to_have_been_taken(told):
     assert told(live_bytes=3 * MIB, asked_bytes=600 * MIB, workspace=(0, "")) == ""
     assert "took up to 1.00 MiB more than the budget" in told(5 * MIB, 600 * MIB, (0, ""))
+
+
+def test_compiled_code_of_which_nothing_is_seen_is_the_reason(told):
+    assert "what compiled code stores (layers.2) is not seen, and saved" in told(6 * MIB, 6 * MIB, (0, ""), "layers.2")
 
 
 def test_an_op_is_the_reason_only_where_its_workspace_is_as_large(told):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _NESTED = "torch.nested."
 NOTHING = nullcontext()  # around an op: one object, so that whoever runs ops knows it
+_WITHOUT_OTHERS = frozenset({"aten", "prims", "prim", "profiler"})
 _NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
 
 
@@ -32,6 +34,12 @@ class UncompiledMode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True  # else compiled code under the mode silently runs as eager
+
+
+@cache
+def may_run_others(func: Any) -> bool:
+    """Whether its kernel may be Python that runs operators itself: it is none of PyTorch's own."""
+    return hasattr(func, "_schema") and func.namespace not in _WITHOUT_OTHERS
 
 
 @contextmanager

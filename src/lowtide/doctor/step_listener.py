@@ -15,10 +15,11 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
+from lowtide.device.autocast import casting_inside
 from lowtide.doctor import checkpoint_seam
 from lowtide.step import function_calls, module_calls
 from lowtide.step.batches import batch_tensors
-from lowtide.step.operators import draws_random_numbers, fingerprint, storage_of, tensors_in
+from lowtide.step.operators import draws_random_numbers, fingerprint, may_run_others, storage_of, tensors_in
 from lowtide.step.other_generators import HostGenerators
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(__file__).parent.parent))
@@ -195,6 +196,9 @@ class StepListener(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if may_run_others(func) and (casting := casting_inside()) is not None:
+            with casting:
+                return self.__torch_dispatch__(func, types, args, kwargs)
         result = func(*args, **kwargs)
         name = func._schema.name if hasattr(func, "_schema") else str(func)
         line = ""

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from lowtide.device.dispatch import UncompiledMode, is_wrapper_type, tensors_in
+from lowtide.device.autocast import casting_inside
+from lowtide.device.dispatch import UncompiledMode, is_wrapper_type, may_run_others, tensors_in
 from lowtide.hollow.memory import DRAWN, UNKNOWN, hollow, is_hollow, is_on_host, mark_on_host, mark_origin, origin_of
 from lowtide.hollow.output_specs import DependsOnValues, OutputSpec, OutputSpecs, TensorSpec, spec_of
 from lowtide.measurement.op_inputs import span
@@ -91,6 +92,9 @@ class HollowMode(UncompiledMode):
             return func(*args, **kwargs)
         if types and any(map(is_wrapper_type, types)):
             return NotImplemented
+        if may_run_others(func) and (casting := casting_inside()) is not None:
+            with casting:
+                return self.__torch_dispatch__(func, types, args, kwargs)
         tensors = [*tensors_in(args), *tensors_in(kwargs)]
         output = self._run_op(func, args, kwargs, tensors)
         if self._has_numbers_on_host and self._on_host is not False:

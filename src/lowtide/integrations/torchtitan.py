@@ -5,6 +5,9 @@
 torchtitan applies a policy before it compiles, shards and initializes the model, and makes the optimizer after that. So
 the policy wraps nothing: the model is fitted when it is first called in training. For a Trainer that is there already,
 whatever its policy, ``fit(trainer, budget=...)``; checkpoint wrappers of its own are off while the model is fitted.
+
+Where torchtitan compiles the blocks, ``lowtide.compile`` does in its place, with a plan inside each of them: what
+compiled code stores is out of reach from outside, and cannot run again there while the parameters are in parts.
 """
 
 from dataclasses import dataclass
@@ -16,10 +19,13 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.logging import logger
 
 import lowtide
+from lowtide.compiled.compiled_model import CompiledModel
 from lowtide.device.names import is_accelerator
 from lowtide.errors import IntegrationError
 from lowtide.integrations.made_optimizers import MadeOptimizers
 from lowtide.integrations.versions import check_version
+from lowtide.options import WARN
+from lowtide.step.module_calls import compiled_parts
 from lowtide.training.fitted_model import Fit
 from lowtide.units import parse_budget
 
@@ -31,19 +37,20 @@ class LowtideAC(ActivationCheckpointing):
         fits: Those of the models that were trained last, on this rank.
     """
 
-    fits: list[Fit] = []  # noqa: RUF012 - torchtitan makes a policy and throws it away
+    fits: list[Fit | CompiledModel] = []  # noqa: RUF012 - torchtitan makes a policy and throws it away
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
         budget: str = "auto"
         """
         Peak allocated bytes of a rank in forward and backward, parameters, gradients and optimizer state included:
-        "60GiB", "40%" of the plain step's activation memory, or "auto": what is free, less a tenth.
+        "60GiB", "40%" of the plain step's activation memory, or "auto": what is free, less a tenth (which compiled
+        blocks do not follow).
         """
 
         on_excess: str = "warn"
         """
-        What follows a step that took more: "warn", "raise" or "lower".
+        What follows a step that took more: "warn", "raise" or "lower"; of compiled blocks "warn".
         """
 
     def __init__(self, config: "LowtideAC.Config", dump_folder: str = "") -> None:
@@ -69,14 +76,16 @@ class LowtideAC(ActivationCheckpointing):
         logger.info(f"Applied LowtideAC: the model is fitted to {self.config.budget} when training begins")
 
 
-def fit(trainer: Any, *, budget: int | str = "auto", **options: Any) -> Fit:
+def fit(trainer: Any, *, budget: int | str = "auto", **options: Any) -> Fit | CompiledModel:
     """Make the training step of a torchtitan ``Trainer`` fit ``budget``. Call it before ``trainer.train()``.
 
     Args:
         budget, options: As in ``lowtide.fit``, but for ``batch``, ``step`` and ``optimizer``, which the Trainer has.
+            Where blocks are compiled, as in ``lowtide.compile``.
 
     Raises:
-        IntegrationError: another version of torchtitan, CUDA graphs, or several parts of the model on this rank.
+        IntegrationError: another version of torchtitan, CUDA graphs, or several parts of the model on this rank. Or
+            blocks are compiled, and ``on_excess`` has no meaning there.
     """
     check_version("torchtitan")
     if len(trainer.model_parts) != 1:
@@ -96,7 +105,31 @@ def fit(trainer: Any, *, budget: int | str = "auto", **options: Any) -> Fit:
     return _fit(trainer.model_parts[0], list(trainer.optimizers.optimizers), {"budget": budget, **options})
 
 
-def _fit(model: nn.Module, optimizers: list[torch.optim.Optimizer], options: dict[str, Any]) -> Fit:
-    fitted = lowtide.fit(model, optimizer=optimizers or None, **options)
+def _fit(model: nn.Module, optimizers: list[torch.optim.Optimizer], options: dict[str, Any]) -> Fit | CompiledModel:
+    blocks = compiled_parts(model)
+    fitted: Fit | CompiledModel
+    if blocks and "" not in blocks and options["budget"] != "auto":
+        fitted = _compiled(model, blocks, options)
+    else:
+        fitted = lowtide.fit(model, optimizer=optimizers or None, **options)
     logger.info(f"lowtide keeps each step of {type(model).__name__} within {options['budget']}")
     return fitted
+
+
+def _compiled(model: nn.Module, blocks: list[str], options: dict[str, Any]) -> CompiledModel:
+    """``lowtide.compile`` in the place of torchtitan's compilation of these blocks, which has run no code yet."""
+    if options.get("on_excess", WARN) != WARN:
+        raise IntegrationError(
+            f"on_excess={options['on_excess']!r} has no meaning where blocks are compiled.\nLeave it out, or set "
+            "compile.enable=False."
+        )
+    calls = [(block := model.get_submodule(path), block._compiled_call_impl) for path in blocks]
+    for block, _ in calls:
+        block._compiled_call_impl = None
+    try:
+        known = {name: value for name, value in options.items() if name != "on_excess"}
+        return lowtide.compile(model, layers=blocks, **known)
+    except Exception:
+        for block, call in calls:
+            block._compiled_call_impl = call
+        raise

@@ -36,16 +36,19 @@ class PendingPlan:
     """The answer to one request, now or later. All methods may be called from any thread.
 
     Attributes:
+        num_answers: So many have come.
         source: Where the newest answer comes from: ``process``, ``thread`` (of this process) or ``cache``; "" before.
         reason: What the user should know, one line: why the thread solved, why a cached plan was not used. Mostly "".
     """
 
     def __init__(self) -> None:
+        self.num_answers = 0
         self.source = ""
         self.reason = ""
         self._submitted_s = time.perf_counter()
         self._planning_s: float | None = None
         self._first: Answer | None = None
+        self._newest: Answer | None = None
         self._final: Answer | None = None
         self._lock = threading.Lock()
         self._has_first, self._has_final = threading.Event(), threading.Event()
@@ -77,6 +80,10 @@ class PendingPlan:
         self._wait(self._has_first, timeout_s)
         return _plan_of(self._first)
 
+    def newest(self) -> Plan:
+        """The best plan so far. Call it once ``num_answers`` is not 0. Raises as ``plan`` does."""
+        return _plan_of(self._newest)
+
     @property
     def planning_s(self) -> float:
         """Seconds from ``submit`` to the final answer; to now where there is none yet."""
@@ -96,6 +103,8 @@ class PendingPlan:
                 return
             self.add_reason(answer.reason)
             self.source = "cache" if answer.cached else source
+            self._newest = answer
+            self.num_answers += 1
             if self._first is None:
                 self._first = answer
                 self._has_first.set()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.device.autocast import casting_inside
 from lowtide.device.dispatch import NOTHING, UncompiledMode, bytes_of
 from lowtide.device.generators import state_bytes
 from lowtide.device.memory import give_back_peak
@@ -45,6 +46,7 @@ from lowtide.step.operators import (
     fingerprint,
     gradient_of,
     is_opened_type,
+    may_run_others,
     may_write_undeclared,
     omitted_in_replay,
     packet_name,
@@ -138,6 +140,9 @@ class Recorder(UncompiledMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if may_run_others(func) and (casting := casting_inside()) is not None:
+            with casting:
+                return self.__torch_dispatch__(func, types, args, kwargs)
         builder = self.builder
         if builder.ops_ignored or not builder.recording or func.namespace == "profiler" or subclasses.fake_mode_is_on():
             return func(*args, **kwargs)

@@ -143,6 +143,11 @@ class ExactSearch:
         fastest = min(found, key=lambda e: e.rank, default=None)
         return None if fastest is None else self._candidate(fastest, "feasible", self.context.floor_ms)
 
+    def published_within(self, budget_bytes: int) -> Candidate | None:
+        """The fastest published method that fits, known before any model is built; None where none does."""
+        found = min((e for e in self.published if e.peak_bytes <= budget_bytes), key=lambda e: e.rank, default=None)
+        return None if found is None else self._candidate(found, "feasible", self.context.floor_ms)
+
     def fastest(self, budget_bytes: int) -> SearchResult:
         """What the models find."""
         if self.decomposed is None:

@@ -22,6 +22,7 @@ import torch.autograd.graph as autograd_graph
 from torch._C import _current_graph_task_id as graph_task
 
 from lowtide.step import ctc_lengths
+from lowtide.step.subclasses import fake_mode_is_on
 
 _DETACH = torch.ops.aten.detach.default
 _NAME = "_engine_run_backward"  # in both modules
@@ -136,7 +137,8 @@ _here = _Here()
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    if graph_task() != -1:  # inside another one
+    # Inside another one; or the compiler's, which derives a backward from fake tensors in the middle of a forward pass.
+    if graph_task() != -1 or fake_mode_is_on():
         return _run_within(args, kwargs)
     if _here.runs:  # who has wrapped us, and was left in place, passes on to us, and we have passed on to them
         return _first_entry(*args, **kwargs)

@@ -11,6 +11,7 @@ from lowtide.device.block_size import in_blocks
 from lowtide.device.dispatch import bytes_of
 from lowtide.device.dispatch import is_opened_type as is_opened_type  # offered with the other facts of an op
 from lowtide.device.dispatch import is_wrapper_type as is_wrapper_type  # likewise
+from lowtide.device.dispatch import may_run_others as may_run_others  # likewise
 from lowtide.device.dispatch import tensors_in as tensors_in
 from lowtide.device.dispatch import tensors_of as tensors_of
 from lowtide.measurement.op_inputs import COLLECTIVES

@@ -13,7 +13,13 @@ from lowtide.plan import RECOMPUTE, TIER_OF, Decision, Plan
 from lowtide.recording import sharding as sharding_recording
 from lowtide.step.function_calls import ObservedFunctionCall, ReportingFunctions, run_again
 from lowtide.step.kinds_of_calls import MOST_VALUES, KnownKinds
-from lowtide.step.operators import MAKE_UNINITIALISED, may_draw_random_numbers, omittable_arguments, packet_name
+from lowtide.step.operators import (
+    MAKE_UNINITIALISED,
+    may_draw_random_numbers,
+    may_run_others,
+    omittable_arguments,
+    packet_name,
+)
 
 
 class OneOp(NamedTuple):
@@ -33,7 +39,7 @@ class TapedOp:
     __slots__ = (
         "calls", "completes_inplace", "drops", "dynamic", "func", "kernel", "may_skip_arguments", "moves",
         "moves_completed", "name", "num_dropped_inputs", "number", "once_a_pass", "proven", "random",
-        "transient_replays", "uninitialised", "where",
+        "runs_others", "transient_replays", "uninitialised", "where",
     )  # fmt: skip
 
     func: Any
@@ -69,6 +75,7 @@ class TapedOp:
     def _set_operator(self, func: Any) -> None:
         self.func = func  # None if it is not registered yet
         self.kernel = getattr(func, "_op", func)  # without the Python around it
+        self.runs_others = func is not None and may_run_others(func)
         self.random = func is not None and may_draw_random_numbers(func)
         self.uninitialised = (
             func is not None and packet_name(func) in MAKE_UNINITIALISED

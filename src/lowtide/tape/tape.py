@@ -21,6 +21,7 @@ from torch._C import _storage_Use_Count as use_count
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.device.autocast import casting_inside, with_autocast
 from lowtide.device.dispatch import bytes_of
 from lowtide.device.generators import GeneratorStates
 from lowtide.errors import TierError
@@ -36,6 +37,7 @@ from lowtide.step.operators import (
     fingerprint,
     is_opened_type,
     is_wrapper_type,
+    may_run_others,
     omitted_in_replay,
     storage_of,
     written_arguments,
@@ -433,6 +435,9 @@ class Tape(SwitchedMode):
             # Ops on the parts of a wrapper are dispatched again.
             bump_versions_of_parts(func, args, kwargs or {})
             return NotImplemented
+        if may_run_others(func) and (casting := casting_inside()) is not None:
+            with casting:
+                return self.__torch_dispatch__(func, types, args, kwargs)
         if self._to_seal:
             self._seal_unheld()
         if in_last_backward() or self._pauses or (self._wrapped and fake_mode_is_on()):
@@ -501,6 +506,8 @@ class Tape(SwitchedMode):
             created_on = torch.device(kwargs.get("device") or "cpu")  # a factory has no tensor argument
             device = next((a.device for a in args if isinstance(a, torch.Tensor)), created_on)
             recipe.rng = GeneratorState(device)
+        if op.runs_others:
+            recipe.rng = with_autocast(recipe.rng)
         result = op.kernel(*args, **kwargs) if kwargs else op.kernel(*args)
         if self._proven(op, args, kwargs, recipe.rng, result):
             self._drop(op, recipe, args, result)
@@ -603,6 +610,8 @@ class Tape(SwitchedMode):
             unmark_written(op.func, args, kwargs)
             return op.func(*args, **kwargs)
         rng = GeneratorState(args[0].device) if op.random else None
+        if op.runs_others:
+            rng = with_autocast(rng)
         second = None
         if self.proves_at_birth is not None and not op.proven:
             self.proved = True

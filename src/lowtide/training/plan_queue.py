@@ -17,12 +17,14 @@ class Asked:
 
     Attributes:
         first: Put in force until the final plan is there.
+        num_seen: So many answers have been looked at.
     """
 
     shapes: Shapes
     request: PlanRequest
     pending: PendingPlan
     first: PlannedStep | None = None
+    num_seen: int = 0
 
 
 class PlanQueue:

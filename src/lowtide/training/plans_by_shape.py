@@ -65,7 +65,6 @@ class PlansByShape:
     Attributes:
         plans: The one used last at the end.
         seen: Shapes of the first calls of steps.
-        planning_s: Seconds that the planner took in all.
         is_sharded: Parameters are whole for moments only, or in parts.
         least_bytes: By shape, the least budget there is, where the planner was asked for less.
         unplanned: What steps without a plan took.
@@ -83,7 +82,7 @@ class PlansByShape:
         self._options, self._tiers, self._reasons = options, tiers, reasons
         self.plans: list[PlannedStep] = []
         self.seen: set[CallShape] = set()
-        self.planning_s = 0.0
+        self._planned_s = 0.0  # of answers that are there
         self.least_bytes: dict[CallShape, int] = {}
         self._num_told = 0  # plans
         self._told_least = ""  # the line that plans are above the budget
@@ -110,6 +109,15 @@ class PlansByShape:
         self._num_steps = 0
         self._in_vain = 0  # plans that came since one of them has served a step
         self._afresh_at, self._times_afresh = -_STEPS_REMEMBERED, 0  # see ``start_afresh``: after which step, in a row
+
+    @property
+    def planning_s(self) -> float:
+        """Seconds that the planner took in all, for what is not there yet as well."""
+        return self._planned_s + self._asked_s
+
+    @property
+    def _asked_s(self) -> float:
+        return 0.0 if self._queue.asked is None else self._queue.asked.pending.planning_s
 
     # -- which plan -----------------------------------------------------------------------------------------
 
@@ -257,7 +265,7 @@ class PlansByShape:
         if shape.pattern in self._unsteady or self._kinds.waits(shape.pattern):
             return "steps like the last one run other ops each time, so they run online"
         if self._is_waiting_for(shape):
-            return "the plan for the last step is still being made"
+            return f"the plan for the last step is still being made, for {self._asked_s:.0f} s by now"
         if self._in_vain >= _MOST_IN_VAIN:
             return (
                 f"the last {self._in_vain} plans have served no step, since each step is of other shapes: "
@@ -612,13 +620,14 @@ class PlansByShape:
             self._queue.asked = None
             self._adopt(asked)
             self._ask_next()
-        elif asked.pending.first_done() and asked.first is None:
+        elif asked.num_seen < (num_answers := asked.pending.num_answers):
+            asked.num_seen = num_answers
             with suppress(LowtideError):  # the final answer tells
-                asked.first = self._adopted(asked, asked.pending.first())
+                asked.first = self._adopted(asked, asked.pending.newest())
 
     def _adopt(self, asked: Asked) -> None:
         pending = asked.pending
-        self.planning_s += pending.planning_s
+        self._planned_s += pending.planning_s
         if pending.reason:
             self._reasons.say_first(pending.reason.partition(":")[0], pending.reason)
         try:

@@ -82,7 +82,9 @@ class StepMemory:
         over = int(watch.live.peak - watch.releaser.budget_bytes) - self._budget.segments_bytes
         workspace_bytes, op = watch.peak_workspace
         self._online_cause = _LEAST
-        if over <= 0:
+        if watch.ran_opaque:
+            self._online_cause = f"what compiled code stores ({watch.ran_opaque}) is not seen, and saved"
+        elif over <= 0:
             self._online_cause = "something was made in it that nobody saw"
         elif 2 * workspace_bytes >= over:
             taken = format_bytes(workspace_bytes)

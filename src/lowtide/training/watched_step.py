@@ -40,12 +40,13 @@ from lowtide.recording.sharding import ShardingRecording
 from lowtide.step import module_calls
 from lowtide.step.batches import Call, describe_batch
 from lowtide.step.data_assignments import DataAssignedError
+from lowtide.step.deepspeed_engines import is_partitioned
 from lowtide.step.function_calls import ObservedFunctionCall
 from lowtide.step.operators import gradient_of, storage_of, tensors_in
 from lowtide.step.other_hooks import CHECKPOINT
 from lowtide.step.sharding.observer import ShardingObserver
 from lowtide.step.sharding.zero3 import has_gathered
-from lowtide.step.subclasses import plain_tensors
+from lowtide.step.subclasses import plain_tensors, wrapped_parameters
 from lowtide.step.whole_modules import calls_compiled_code
 from lowtide.tape.online.online_calls import KnownCalls
 from lowtide.tape.online.online_tape import OnlineTape
@@ -141,7 +142,10 @@ class WatchedStep(OnlineTape):
             self._builder.leave()
 
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
-        self.stop_recording(UnsupportedModelError(f"{path or 'the model'} is compiled"))
+        what = f"{path or 'the model'} is compiled"
+        if wrapped_parameters(module) or is_partitioned(module.parameters()):
+            what += " and sharded, so it cannot run again as one op: what its code stores is saved"
+        self.stop_recording(UnsupportedModelError(what))
         return super().opaque(path, module, run, inputs)
 
     def function(self, call: ObservedFunctionCall) -> Any:
@@ -219,7 +223,7 @@ class WatchedStep(OnlineTape):
     def stop_recording(self, error: Exception) -> None:
         """Something that the graph cannot say: the step goes on, and no plan comes of it."""
         self._builder.recording = False
-        self.problem_of_recording = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.problem_of_recording = self.problem_of_recording or f"{type(error).__name__}: {error}".splitlines()[0]
 
     @module_calls.never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:

@@ -67,7 +67,7 @@ def kind_of(recipe: Recipe | None) -> Any:
     """What decides the bits of another run, and where it is; None: each run is to be proven."""
     if recipe is None or recipe.place is None:
         return None
-    found: list[Any] = [recipe.place, recipe.flags]
+    found: list[Any] = [recipe.place, recipe.flags, recipe.autocast]
     for func, args, kwargs in recipe.calls():
         found += func, *map(_layout, args), *kwargs, *map(_layout, kwargs.values())
     kind = tuple(found)

@@ -23,6 +23,7 @@ from torch._C import _dispatch_tls_set_dispatch_key_excluded as exclude_key
 from torch._C import _storage_Use_Count as use_count
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.device.autocast import casting_inside, with_autocast
 from lowtide.device.dispatch import NOTHING
 from lowtide.device.generators import state_bytes
 from lowtide.device.memory import allocated_bytes
@@ -45,6 +46,7 @@ from lowtide.step.operators import (
     is_opened_type,
     is_wrapper_type,
     may_draw_random_numbers,
+    may_run_others,
     packet_name,
     storage_of,
     tensors_in,
@@ -100,6 +102,7 @@ class OnlineTape(HookedMode):
         crossing_bytes: Saved for autograd, and never let go: read outside a window that they were made in.
         known_calls: What calls of Functions have shown in earlier steps.
         running_call: The one that runs now, if its operators are of interest.
+        ran_opaque: Compiled code that ran, and whose inside nobody sees; "" if none did.
     """
 
     may_be_unseen = True  # a backward, once what it makes is known
@@ -145,6 +148,7 @@ class OnlineTape(HookedMode):
         self._unseen_backward: UnseenBackward | None = None  # or if the mode is away
         self._forget_observer: Callable[[], None] = _no_model
         self.calls = self.modules_run = self.crossing_bytes = 0
+        self.ran_opaque = ""
         self.op_s = 0.0  # what the host needed for the last op
 
     def begin_step(self, unseen_bytes: int = 0) -> None:
@@ -301,6 +305,7 @@ class OnlineTape(HookedMode):
 
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
         """A call of compiled code: what it makes is counted and never released."""
+        self.ran_opaque = path or "the model"
         with _disable_current_modes():
             result = run()
         for tensor in tensors_in(result):
@@ -355,6 +360,9 @@ class OnlineTape(HookedMode):
         if types and not fake_mode_is_on() and any(map(is_opened_type, types)):
             bump_versions_of_parts(func, args, kwargs)
             return NotImplemented
+        if may_run_others(func) and (casting := casting_inside()) is not None:
+            with casting:
+                return self.__torch_dispatch__(func, types, args, kwargs)
         if self.releaser.busy or self.problem or fake_mode_is_on() or func.namespace == "profiler":
             return func(*args, **kwargs)
         return self._run_op(func, args, kwargs)
@@ -420,7 +428,8 @@ class OnlineTape(HookedMode):
         read = self.note_reads_of_op(inputs, op.written)
         if not op.written:
             try:
-                op.recipe = Recipe(func, args, kwargs, op.rng, self._run, read)
+                rng = with_autocast(op.rng) if may_run_others(func) else op.rng
+                op.recipe = Recipe(func, args, kwargs, rng, self._run, read)
             except UnreadableError as error:
                 op.unreadable = str(error)
         return op
@@ -706,7 +715,7 @@ class OnlineTape(HookedMode):
         read_before = len(recipe.inputs)
         position = next(n for n, reference in recipe.outputs if reference() is value)
         try:
-            recipe.complete(func, args, kwargs, op.rng, position)
+            recipe.complete(func, args, kwargs, with_autocast(op.rng) if may_run_others(func) else op.rng, position)
         except UnreadableError:
             return False
         later = any(i.number > value.number for i in recipe.inputs[read_before:])

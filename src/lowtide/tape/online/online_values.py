@@ -231,6 +231,11 @@ class Recipe:
         """The global ones that it runs under."""
         return self._run.flags
 
+    @property
+    def autocast(self) -> Any:
+        """As its kernel, which may run other operators, finds it; () where that is off, or asks for none."""
+        return getattr(self._rng, "key", ())
+
     def calls(self) -> Iterator[tuple[Any, list[Any], Mapping[str, Any]]]:
         """Operator, named arguments and keywords: of the op, then of what completed it."""
         yield self._func, self._args, self._kwargs
