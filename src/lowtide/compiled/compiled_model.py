@@ -431,6 +431,7 @@ class CompiledModel(nn.Module):
         watch = MemoryBetweenLayers(self._device)
         self._pending = shapes, watch, resident, state
         session.variants, session.shapes, session.watch = {}, {}, watch
+        session.limit = self._budget - resident if isinstance(self._budget, int) else self._budget
         try:
             return self._call_model(*args, **kwargs)
         except BaseException:
@@ -438,7 +439,7 @@ class CompiledModel(nn.Module):
             self._pending = None
             raise
         finally:
-            session.watch = None
+            session.watch = session.limit = None
 
     def _plan_watched(self) -> None:
         """Plan what was watched and has no plan yet.
