@@ -21,7 +21,7 @@ from lowtide.compiled.choice import called
 from lowtide.compiled.compiled_plan import CompiledPlan
 from lowtide.compiled.counted_steps import CountedSteps
 from lowtide.compiled.input_shapes import InputShapes, shapes_of
-from lowtide.compiled.layer_calls import LayerCall, LayerKind, Session
+from lowtide.compiled.layer_calls import SEEN_BY_A_MODE, LayerCall, LayerKind, Session
 from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, is_of
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import StepPlanner
@@ -38,7 +38,7 @@ from lowtide.tracing.tracer import resident_bytes
 from lowtide.training.budget import StepBudget
 from lowtide.training.existing_checkpointing import ExistingCheckpointing
 from lowtide.training.notices import Notices
-from lowtide.training.status import WATCHED, Status
+from lowtide.training.status import WATCHED, Counters, Status
 from lowtide.units import format_bytes, parse_budget
 
 _MOST_CORRECTIONS = 3
@@ -96,6 +96,10 @@ class _PlannedCall:
     def __init__(self, compiled: CompiledModel, before: Callable[..., Any] | None) -> None:
         self._compiled, self.before = compiled, before
 
+    @property
+    def counters(self) -> Counters:
+        return self._compiled._counted.counters
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
 
@@ -123,7 +127,7 @@ class CompiledModel(nn.Module):
         super().__init__()
         self._budget = _parsed(budget)
         names = _layers_of(model, layers)
-        self.__dict__["_model"] = model  # no submodule: names of parameters stay
+        self.__dict__["_model"] = self.__dict__["lowtide_inside"] = model  # no submodule: names of parameters stay
         self.__dict__["_session"] = session = Session()
         self._optimizer, self._patterns = optimizer, layers
         self._dynamic, self._round_as_eager = dynamic, round_as_eager
@@ -289,6 +293,7 @@ class CompiledModel(nn.Module):
         plan = self._plans.get(planned_as)
         self._last_plan = plan or self._last_plan
         session.not_as_planned, session.training = "", session.training or bool(self._plans)
+        session.seen_by_a_mode = False
         self._count(planned_as, plan, Call(args, kwargs))
         if self._is_unchecked:
             with _many_shapes(dynamic=self._dynamic):
@@ -302,6 +307,11 @@ class CompiledModel(nn.Module):
                 session.variants = {} if plan is None else plan.layers  # none: each runs its leanest
                 session.shapes = {} if plan is None else self._planners[planned_as].shapes
                 outputs = self._call_model(*args, **kwargs)
+        if session.seen_by_a_mode:
+            self._counted.leave_plan(SEEN_BY_A_MODE)
+            self._notices.say(SEEN_BY_A_MODE)
+            if self._pending is not None:
+                self._pending[1].failed = SEEN_BY_A_MODE
         if session.not_as_planned:
             self._counted.leave_plan(session.not_as_planned)
             if planned_as != shapes:

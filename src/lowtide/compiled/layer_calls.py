@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
 from lowtide.compiled.captured_layer import CapturedLayer, Compiled, Variant
 from lowtide.compiled.choice import called
@@ -24,6 +25,10 @@ from lowtide.units import format_bytes
 PLAIN, LEAST, AGAIN = "plain", "least", "run again"
 _CORRECTIONS, _NEAR = 4, 0.02  # of the limit
 _MOST_SHAPES = 16  # that one kind of layer is compiled for
+SEEN_BY_A_MODE = (
+    "a dispatch mode was on, such as FlopCounterMode, from which compiled code hides its ops: layers ran as they are, "
+    "without a plan"
+)
 _AS_IT_IS = "which is not compiled but runs as it is: no plan counts what it stores"
 
 
@@ -37,6 +42,7 @@ class Session(threading.local):
     limit: int | float | None = None  # of the step that is watched: bytes beyond what lives throughout, or of plain
     ran: tuple[LayerShape, Variant] | None = None
     compiled_now = False
+    seen_by_a_mode = False  # in this step, layers ran uncompiled
     not_as_planned = ""  # why a layer of this step does not run what is planned
     training = False  # steps have been planned: an error would end a run, and lose its work
 
@@ -320,6 +326,10 @@ class LayerCall:
             # later shapes of training uncompiled in silence.
             return self._call_impl(*args, **kwargs)
         session, watch = self._session, self._session.watch
+        if is_in_any_mode_without_ignore_compile_internals():
+            # Dynamo leaves such a call alone, and in PyTorch 2.13 its code for good: no later step would be compiled.
+            session.seen_by_a_mode = True
+            return self._call_impl(*args, **kwargs)
         session.enter(self._name)
         if watch is not None:
             watch.enter_forward(self._name, batch_tensors([*args, *kwargs.values()]))
