@@ -574,7 +574,8 @@ def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
         found = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns)]
         way_out = f"layers={list(patterns)!r} matches none of its modules."
     else:
-        found = [name for name, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+        lists = nn.ModuleList, nn.ModuleDict, nn.Sequential
+        found = [name for name, module in modules.items() if isinstance(module, lists)]
         found = [f"{name}.{child}".lstrip(".") for name in found for child in _repeated(modules[name])]
         way_out = "it has no list of two or more equal modules. Name its layers with layers=."
     outer = [""] if "" in found else [n for n in found if not any(n.startswith(f"{other}.") for other in found)]
@@ -614,7 +615,7 @@ def check_devices(of_tensors: Iterable[torch.device]) -> None:
 def _repeated(parent: nn.Module) -> list[str]:
     """Children of a class that two or more of them have, if they hold parameters."""
     children = list(parent.named_children())
-    classes = [type(child) for _, child in children if not isinstance(child, nn.ModuleList)]
+    classes = [type(child) for _, child in children if not isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     return [
         name
         for name, child in children
