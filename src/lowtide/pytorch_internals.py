@@ -108,12 +108,14 @@ COMPILED = Feature(
     patched=(
         "torch._inductor.config.custom_partitioner_fn", "torch._functorch.partitioners.choose_saved_values_set",
         "torch._inductor.async_compile.AsyncCompile.cpp_pybinding", "torch._inductor.async_compile.AsyncCompile.triton",
+        "torch._functorch._aot_autograd.graph_compile.aot_dispatch_autograd_graph",
     ),
     read=(
         "torch._functorch.partitioners", "torch._functorch.config", "torch._guards", "torch._inductor", "torch._dynamo",
-        "torch.fx.experimental._config",
+        "torch.fx.experimental._config", "torch._functorch._aot_autograd",
+        "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals",
     ),
-    attributes=("_input_metadata", "_saved_result", "_use_count", "_schema", "_update_version_counter"),
+    attributes=("_codegen", "_input_metadata", "_saved_result", "_use_count", "_schema", "_update_version_counter"),
 )  # fmt: skip
 DIAGNOSIS = Feature(
     "lowtide.diagnose",

@@ -50,7 +50,7 @@ def test_dropout_inside_is_drawn_again_from_its_seed_and_keeps_its_mask():
 
     (planner,) = compiled._planners.values()
     (shape,) = set(planner.shapes.values())
-    planner._compile(shape, "least")
+    planner._compile([(shape, "least")])
     least = shape.variants["least"]
     assert not least.refused and least.saved.names == ("inductor_seeds_default",)
     assert least.memory.stored_bytes == 8

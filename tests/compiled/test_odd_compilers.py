@@ -86,12 +86,35 @@ def test_two_models_in_one_process_have_budgets_of_their_own():
 
 
 @pytest.mark.slow
-def test_what_is_exported_ahead_of_time_is_the_model_without_a_plan():
+def test_what_is_exported_and_compiled_ahead_of_time_is_the_model_without_a_plan(tmp_path):
     model = decoder(layers=2)
     compiled = lowtide.compile(model, budget="60%")
     step_of(compiled, model)
     with torch.no_grad():
         expected = model(IDS)
         exported = torch.export.export(model, (IDS,))
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+        torch.testing.assert_close(torch._inductor.aoti_load_package(package)(IDS), expected)
     assert torch.equal(exported.module()(IDS), expected)
     assert equal(step_of(compiled, model), reference(layers=2)) and compiled.reason == ""
+
+
+@pytest.mark.slow
+def test_fit_plans_calls_of_code_in_cpp_from_end_to_end():
+    """Which lowtide.compile refuses, since it reads what it plans inside of."""
+
+    def compiled_decoder():
+        torch._dynamo.reset()
+        model = decoder(layers=2)
+        for block in model.blocks:
+            block.compile()
+        return model
+
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        plain = compiled_decoder()
+        expected = step_of(plain, plain)
+        model = compiled_decoder()
+        with lowtide.fit(model, IDS, budget="70%", step=lambda model, ids: model(ids)) as fit:
+            assert equal(step_of(model, model), expected)
+            status = fit.status()
+            assert status.in_force and status.over_budget_steps == 0 and "run again" in status.opaque_calls

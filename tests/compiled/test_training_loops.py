@@ -9,6 +9,7 @@ import torch
 from support.compiled_layers import IDS, Block, Decoder, decoder, equal, reference, step_of
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide.compiled import captured_layer, layer_calls
@@ -173,6 +174,26 @@ def test_several_calls_before_one_backward_are_told_and_store_as_little_as_they_
     assert compiled.plan is None
     compiled.set_budget("60%")  # knows one call only
     assert compiled.plan is None
+
+
+def test_steps_that_a_dispatch_mode_sees_run_as_they_are_and_later_ones_compiled_and_planned(caplog):
+    """As where FLOPs are counted now and then. In PyTorch 2.13 Dynamo leaves code that it met so alone for good."""
+    model, plain = decoder(layers=2), decoder(layers=2)
+    compiled = lowtide.compile(model, budget="60%")
+    with FlopCounterMode(display=False) as counter:  # before anything is compiled
+        assert equal(step_of(compiled, model), step_of(plain, plain))
+    assert counter.get_total_flops() > 0 and "FlopCounterMode" in compiled.status().why_not
+    step_of(compiled, model)
+    plan = compiled.plan
+    assert equal(step_of(compiled, model), reference(layers=2)) and compiled.status().in_force
+    with FlopCounterMode(display=False):
+        assert equal(step_of(compiled, model), step_of(plain, plain))
+    assert not compiled.status().in_force and compiled.plan is plan
+    assert equal(step_of(compiled, model), reference(layers=2)) and compiled.status().in_force
+    assert compiled.status().planned_steps == 2 and compiled.reason == ""
+    assert [record.message for record in caplog.records if "FlopCounterMode" in record.message] == [
+        f"lowtide: {layer_calls.SEEN_BY_A_MODE}"
+    ]
 
 
 @pytest.mark.slow

@@ -4,9 +4,11 @@ import pytest
 import torch
 from support.compiled_layers import IDS, Breaking, decoder, equal, step_of
 from torch import nn
+from torch._functorch._aot_autograd import graph_compile
 
 import lowtide
-from lowtide.compiled import step_plan
+from lowtide.compiled import layer_calls, step_plan
+from lowtide.compiled.captured_layer import CapturedLayer
 from lowtide.compiled.proof import why_not_equal
 from lowtide.measurement.allocator import peak_bytes
 
@@ -33,6 +35,48 @@ def test_a_whole_graphs_peak_is_solved_for_and_is_as_read():
     # Solved for this budget: less than the leanest would do, nearly all that may be taken is.
     asked = plan.budget_bytes - plan.resident_bytes
     assert 0.93 * asked < plan.predicted_peak_bytes - plan.resident_bytes <= asked
+
+
+@pytest.mark.thorough
+def test_a_plan_of_a_whole_graph_traces_once_and_compiles_proves_and_times_only_what_may_run(monkeypatch):
+    """Each of these takes seconds of a model that is worth it."""
+    traced, made, proven, timed = [], [], [], []
+    trace, compile_graph = graph_compile.aot_dispatch_autograd_graph, CapturedLayer._compile
+
+    def tracing(*args, **options):
+        traced.append(args)
+        return trace(*args, **options)
+
+    def compiling(captured, partitioner, lowered, *, reuse):
+        made.append(partitioner.saved)
+        return compile_graph(captured, partitioner, lowered, reuse=reuse)
+
+    def proving(captured, variants, plain):
+        proven.extend(v.name for v in variants)
+        return why_not_equal(captured, variants, plain)
+
+    def timing(captured, plain, others):
+        timed.extend(v.name for v in others)
+        plain.step_ms = 1.0
+        for v in others:
+            v.step_ms = 1.1
+
+    monkeypatch.setattr(graph_compile, "aot_dispatch_autograd_graph", tracing)
+    monkeypatch.setattr(CapturedLayer, "_compile", compiling)
+    for module in (step_plan, layer_calls):
+        monkeypatch.setattr(module, "why_not_equal", proving)
+    monkeypatch.setattr(step_plan, "measure_ms", timing)
+    model = decoder(layers=2, width=64)
+    compiled = lowtide.compile(model, layers=["*"], budget="70%")
+    step_of(compiled, model)
+    read_ahead = len(made)
+    chosen = compiled.plan.layers[""]
+    (shape,) = set(compiled._planners.popitem()[1].shapes.values())
+
+    assert len(traced) == 1
+    assert len(made) == len(set(made)) <= 2 + layer_calls._CORRECTIONS and read_ahead > 2, "plain, least, some near"
+    assert proven == ["least", chosen] and timed == [chosen]
+    assert {name for name, v in shape.variants.items() if v.run is not None} == {"plain", "least", chosen}
 
 
 @pytest.mark.slow

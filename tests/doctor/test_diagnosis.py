@@ -10,6 +10,7 @@ import sys
 import numpy
 import pytest
 import torch
+from support.compiled_layers import IDS, decoder, equal, reference, step_of
 from support.sick_setups import ROWS, Case, Jitter, Recorder, Stack, batch_norm, jitter, mlp, plain
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -51,6 +52,49 @@ def test_a_look_leaves_everything_as_it_was(case):
     assert getattr(case.model, "outputs", []) == outputs
     assert seam == (torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction)
     assert hooks == (len(torch_module._global_forward_hooks), len(torch_module._global_forward_pre_hooks))
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("one_thread")
+def test_a_model_of_lowtide_compile_is_looked_at_as_it_runs_and_keeps_its_plan():
+    torch._dynamo.reset()
+    model = decoder(layers=2)
+    compiled = lowtide.compile(model, budget="60%")
+    step_of(compiled, model)
+    (found,) = lowtide.diagnose(model, IDS, lambda model, ids: model(ids), only=["LT303"])
+    assert found.evidence.startswith("0 of 1 steps ran under a plan; the last one did not: the last step was watched")
+    assert found.gain == "not measured: lowtide.compile plans from steps that it has watched"
+    step_of(compiled, model)
+    for given in (model, compiled):
+        diagnosis = lowtide.diagnose(given, IDS, lambda model, ids: model(ids))
+        assert not diagnosis and len(diagnosis.checked) == len(all_checks()), diagnosis.notes
+    expected = step_of(compiled, model)
+    status = compiled.status()
+    assert (status.steps, status.planned_steps, status.in_force, compiled.reason) == (3, 2, True, "")
+    assert equal(expected, reference(layers=2))
+    with pytest.raises(lowtide.LowtideError, match="is already fitted"):
+        lowtide.fit(compiled, budget="60%")
+    compiled.remove()
+
+
+def test_compiled_code_runs_compiled_after_a_look():
+    """PyTorch 2.13 leaves code alone for good that it met under a dispatch mode."""
+    torch._dynamo.reset()
+    runs = []
+
+    def backend(graph, inputs):
+        def run(*args):
+            runs.append(1)
+            return graph(*args)
+
+        return run
+
+    model = decoder(layers=1)
+    model.blocks[0].compile(backend=backend)
+    lowtide.diagnose(model, IDS, lambda model, ids: model(ids))
+    runs.clear()
+    model(IDS).backward()
+    assert runs
 
 
 def test_the_proof_names_the_first_operator_that_gave_other_bits_and_its_line():

@@ -251,7 +251,7 @@ def test_a_trainer_that_compiles_the_model_itself_is_told_to_leave_one_out(tmp_p
 
 
 @pytest.mark.slow
-def test_compiled_code_runs_as_it_is_and_that_is_told(tmp_path, caplog):
+def test_a_trainer_that_compiles_the_model_alone_is_told_that_nothing_is_planned_and_what_plans(tmp_path, caplog):
     settings = dict(torch_compile=True, torch_compile_backend="eager", compute_loss_func=outside_loss)
     plain = train(small(), tmp_path, **settings)
     logging.getLogger("transformers").addHandler(caplog.handler)
@@ -261,7 +261,9 @@ def test_compiled_code_runs_as_it_is_and_that_is_told(tmp_path, caplog):
 
     logging.getLogger("transformers").removeHandler(caplog.handler)
     assert ours.same_as(plain)
-    assert "compiled code runs as it is, and is saved whole (the model)" in caplog.text
+    assert "NOT planned within its budget (95%): torch_compile=True compiles the model as a whole" in caplog.text
+    assert "pass LowtideCallback(budget, compile=True)" in caplog.text and "keeps each" not in caplog.text
+    assert callback.fit.status().planned_steps == 0
     assert is_as_before(ours.trainer.model_wrapped)
 
 

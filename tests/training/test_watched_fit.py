@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.units import parse_budget
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -263,7 +264,12 @@ def test_a_copy_that_trains_is_no_step_of_ours(model, budget):
 def test_a_model_that_is_compiled_as_a_whole_is_told_what_plans_inside_of_it(model):
     model.compile(backend="aot_eager")
     with lowtide.fit(model, budget="70%") as fit:
-        assert "lowtide.compile(model, layers=[\"*\"], budget='70%') plans inside of it" in reasons_of(fit)
+        assert "real steps of it have no plan. lowtide.compile(model, layers=[\"*\"], budget='70%')" in reasons_of(fit)
+    with lowtide.fit(model, batch_of(), budget="100%", step=lambda model, batch: model(batch).square().mean()) as fit:
+        kept = re.search(r"its call stores is kept, (\S+ \S+) of the step's (\S+ \S+)\. lowtide", reasons_of(fit))
+        assert (
+            0 < parse_budget(kept[1]) < parse_budget(kept[2]) == pytest.approx(fit.plan.predicted_peak_bytes, rel=0.01)
+        )
     with pytest.raises(lowtide.BudgetInfeasibleError) as told:
         lowtide.fit(model, batch_of(), budget="1%", step=lambda model, batch: model(batch).square().mean())
     assert 'lowtide.compile(model, layers=["*"], budget=' in str(told.value)

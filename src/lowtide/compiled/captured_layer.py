@@ -18,6 +18,7 @@ from lowtide.compiled import op_rates
 from lowtide.compiled.ambient import Ambient
 from lowtide.compiled.generated_code import BufferSpec, InputMemory, UnreadableCodeError, VariantMemory, read_code
 from lowtide.compiled.joint_nodes import JointNodes, is_size
+from lowtide.compiled.joint_trace import JointTrace
 from lowtide.compiled.kernels_later import KernelsLater
 from lowtide.compiled.known_variants import layer_digest
 from lowtide.compiled.layer_graph import LayerGraph, layer_graph
@@ -42,6 +43,7 @@ class Variant:
         saved: What it saves besides inputs; None: PyTorch's own choice.
         memory: Read from its code.
         run: The compiled function; None while only its code has been read.
+        kernels: Those of ``run``: ``compile()`` waits for them before it first runs.
         step_ms: Forward and backward of one layer, measured, perhaps by an earlier run; 0 before.
         refused: Why it is not used; "" where nothing speaks against it.
         runs_again: It is the plain one, whose forward backward runs again as a whole.
@@ -56,6 +58,7 @@ class Variant:
     refused: str = ""
     runs_again: bool = False
     holds_for: tuple[Any, ...] = ()
+    kernels: KernelsLater = field(default_factory=KernelsLater)
 
     @property
     def is_tried(self) -> bool:
@@ -82,7 +85,7 @@ class _Made:
     """Code that saves one set of values.
 
     Attributes:
-        kernels: Those that are not compiled yet.
+        kernels: Those of the code: they are compiled when they are wanted.
         holds_for: Conditions on sizes under which it is right, and which Dynamo does not check.
     """
 
@@ -100,13 +103,14 @@ class _Graph:
     Attributes:
         refused: By these names, why there is no code that serves more than one set of sizes.
         made: By the names that are saved; None: PyTorch's own choice.
-        nodes: Of its joint graph.
+        trace, nodes: Of its joint graph.
         key: Of that and the settings.
         num_outputs: Values that the layer returns.
         num_checked: So many conditions on sizes does Dynamo check; those that came later nobody does.
     """
 
     made: dict[tuple[str, ...] | None, _Made] = field(default_factory=dict)
+    trace: JointTrace = field(default_factory=JointTrace)
     nodes: JointNodes | None = None
     draws: bool = False
     key: str = ""
@@ -209,7 +213,8 @@ class CapturedLayer:
         """Compile the layer so that it saves ``saved``; None: as PyTorch does, which also makes ``layer``.
 
         Args:
-            kernels: False: only make the code and read it, which takes a second; no kernel is compiled.
+            kernels: Have the compiler start on them. False: only make the code and read it, which takes a second; no
+                kernel is compiled.
 
         Raises:
             UnreadableCodeError: the code has an unknown form, so what it takes is unknown.
@@ -235,9 +240,9 @@ class CapturedLayer:
             raise self._code.refused[names]
         made = self._code.made.get(names)
         if made is None:
-            made = self._code.made[names] = self._made(names, kernels=kernels)
-        elif kernels:
-            made.kernels.compile()
+            made = self._code.made[names] = self._made(names)
+        if kernels:
+            made.kernels.begin()
         if not all(map(self.sizes.meet, made.holds_for)):
             raise UnreadableCodeError(f"its code holds for other sizes: {' and '.join(map(str, made.holds_for))}.")
         assert self._code.nodes is not None
@@ -248,9 +253,9 @@ class CapturedLayer:
             stored = sum(self.layer.graph.storages[storages[n]].bytes for n in made.chosen if n in storages)
             saved = SavedSet(None, stored, 0, 0, 0.0)
         run = made.run if kernels else None
-        return Variant(name, saved, self._memory(made.lowered), run, holds_for=made.holds_for)
+        return Variant(name, saved, self._memory(made.lowered), run, holds_for=made.holds_for, kernels=made.kernels)
 
-    def _made(self, names: tuple[str, ...] | None, *, kernels: bool) -> _Made:
+    def _made(self, names: tuple[str, ...] | None) -> _Made:
         lowered: list[_Lowered] = []
         chosen: list[str] = []
         code = self._code
@@ -265,7 +270,7 @@ class CapturedLayer:
 
         later = KernelsLater()
         try:
-            with self._new_conditions() as conditions, nullcontext() if kernels else later.held():
+            with self._new_conditions() as conditions, later.held():
                 run = self._compile(PlannedPartitioner(names, seen), lowered, reuse=names is None)
         except UnreadableCodeError as error:
             code.refused[names] = error
@@ -305,9 +310,14 @@ class CapturedLayer:
         # All since then: what one compilation has asked for, the next one takes as known.
         found += [guard.expr for guard in environment.guards[self._code.num_checked :]]
 
+    def compiled(self, read: Variant) -> Variant:
+        """``read`` so that it can run, once its kernels are compiled."""
+        return self.run_again(read.name) if read.runs_again else self.variant(read.name, read.saved)
+
     def run_again(self, name: str) -> Variant:
         """The layer as PyTorch compiles it, storing nothing: backward runs it again as a whole."""
-        run, lowered = self._code.made[None].run, self._code.made[None].lowered
+        plain = self._code.made[None]
+        run, lowered = plain.run, plain.lowered
         once, held = self._memory(lowered), self._memory(lowered, holds_given=True)
         kept = once.stored_bytes + once.saved_output_bytes
         state = state_bytes(self.device) if self.draws else 0
@@ -320,7 +330,7 @@ class CapturedLayer:
         )
         saved = SavedSet(None, 0, memory.forward_peak_bytes, memory.backward_peak_bytes, 0.0)
         again = storing_inputs_only(run, draws=self.device if self.draws else None)
-        return Variant(name, saved, memory, again, runs_again=True)
+        return Variant(name, saved, memory, again, runs_again=True, kernels=plain.kernels)
 
     def inference(self) -> Compiled:
         """The layer compiled for calls without gradients, as PyTorch does."""
@@ -346,7 +356,8 @@ class CapturedLayer:
         # would hand out code whose text is not there to be read; compiled kernels and graphs are cached all the same.
         functorch = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
         ambient = self.ambient.entered() if partitioner is not None else nullcontext()
-        with ambient, tracing(self._context), functorch_config.patch(functorch):
+        trace = self._code.trace.reused() if partitioner is not None else nullcontext()
+        with ambient, trace, tracing(self._context), functorch_config.patch(functorch):
             return compile_fx(
                 copy.deepcopy(self._graph), list(self._fakes), inner_compile=inner, config_patches=patches
             )

@@ -21,7 +21,7 @@ from lowtide.compiled.choice import called
 from lowtide.compiled.compiled_plan import CompiledPlan
 from lowtide.compiled.counted_steps import CountedSteps
 from lowtide.compiled.input_shapes import InputShapes, shapes_of
-from lowtide.compiled.layer_calls import LayerCall, LayerKind, Session
+from lowtide.compiled.layer_calls import SEEN_BY_A_MODE, LayerCall, LayerKind, Session
 from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, is_of
 from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import StepPlanner
@@ -38,7 +38,7 @@ from lowtide.tracing.tracer import resident_bytes
 from lowtide.training.budget import StepBudget
 from lowtide.training.existing_checkpointing import ExistingCheckpointing
 from lowtide.training.notices import Notices
-from lowtide.training.status import WATCHED, Status
+from lowtide.training.status import WATCHED, Counters, Status
 from lowtide.units import format_bytes, parse_budget
 
 _MOST_CORRECTIONS = 3
@@ -96,6 +96,10 @@ class _PlannedCall:
     def __init__(self, compiled: CompiledModel, before: Callable[..., Any] | None) -> None:
         self._compiled, self.before = compiled, before
 
+    @property
+    def counters(self) -> Counters:
+        return self._compiled._counted.counters
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
 
@@ -123,7 +127,7 @@ class CompiledModel(nn.Module):
         super().__init__()
         self._budget = _parsed(budget)
         names = _layers_of(model, layers)
-        self.__dict__["_model"] = model  # no submodule: names of parameters stay
+        self.__dict__["_model"] = self.__dict__["lowtide_inside"] = model  # no submodule: names of parameters stay
         self.__dict__["_session"] = session = Session()
         self._optimizer, self._patterns = optimizer, layers
         self._dynamic, self._round_as_eager = dynamic, round_as_eager
@@ -289,6 +293,7 @@ class CompiledModel(nn.Module):
         plan = self._plans.get(planned_as)
         self._last_plan = plan or self._last_plan
         session.not_as_planned, session.training = "", session.training or bool(self._plans)
+        session.seen_by_a_mode = False
         self._count(planned_as, plan, Call(args, kwargs))
         if self._is_unchecked:
             with _many_shapes(dynamic=self._dynamic):
@@ -302,6 +307,11 @@ class CompiledModel(nn.Module):
                 session.variants = {} if plan is None else plan.layers  # none: each runs its leanest
                 session.shapes = {} if plan is None else self._planners[planned_as].shapes
                 outputs = self._call_model(*args, **kwargs)
+        if session.seen_by_a_mode:
+            self._counted.leave_plan(SEEN_BY_A_MODE)
+            self._notices.say(SEEN_BY_A_MODE)
+            if self._pending is not None:
+                self._pending[1].failed = SEEN_BY_A_MODE
         if session.not_as_planned:
             self._counted.leave_plan(session.not_as_planned)
             if planned_as != shapes:
@@ -431,6 +441,7 @@ class CompiledModel(nn.Module):
         watch = MemoryBetweenLayers(self._device)
         self._pending = shapes, watch, resident, state
         session.variants, session.shapes, session.watch = {}, {}, watch
+        session.limit = self._budget - resident if isinstance(self._budget, int) else self._budget
         try:
             return self._call_model(*args, **kwargs)
         except BaseException:
@@ -438,7 +449,7 @@ class CompiledModel(nn.Module):
             self._pending = None
             raise
         finally:
-            session.watch = None
+            session.watch = session.limit = None
 
     def _plan_watched(self) -> None:
         """Plan what was watched and has no plan yet.
@@ -563,7 +574,8 @@ def _layers_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
         found = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns)]
         way_out = f"layers={list(patterns)!r} matches none of its modules."
     else:
-        found = [name for name, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+        lists = nn.ModuleList, nn.ModuleDict, nn.Sequential
+        found = [name for name, module in modules.items() if isinstance(module, lists)]
         found = [f"{name}.{child}".lstrip(".") for name in found for child in _repeated(modules[name])]
         way_out = "it has no list of two or more equal modules. Name its layers with layers=."
     outer = [""] if "" in found else [n for n in found if not any(n.startswith(f"{other}.") for other in found)]
@@ -603,7 +615,7 @@ def check_devices(of_tensors: Iterable[torch.device]) -> None:
 def _repeated(parent: nn.Module) -> list[str]:
     """Children of a class that two or more of them have, if they hold parameters."""
     children = list(parent.named_children())
-    classes = [type(child) for _, child in children if not isinstance(child, nn.ModuleList)]
+    classes = [type(child) for _, child in children if not isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     return [
         name
         for name, child in children

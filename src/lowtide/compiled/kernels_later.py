@@ -70,11 +70,17 @@ class KernelsLater:
                 patched.enter_context(patch.object(AsyncCompile, name, hold(getattr(AsyncCompile, name))))
             yield
 
+    def begin(self) -> None:
+        """Have the compiler start, where it runs beside this process. ``compile`` waits for it."""
+        for _, _, kernel in self._held():
+            kernel.begin()
+
     def compile(self) -> None:
         """Put the kernels into their places."""
-        held = [(scope, name, scope[name]) for scope, name in self._places if isinstance(scope[name], _Kernel)]
-        for _, _, kernel in held:
-            kernel.begin()
-        for scope, name, kernel in held:
+        self.begin()
+        for scope, name, kernel in self._held():
             scope[name] = kernel.made()
         self._places.clear()
+
+    def _held(self) -> list[tuple[dict[str, Any], str, _Kernel]]:
+        return [(scope, name, scope[name]) for scope, name in self._places if isinstance(scope[name], _Kernel)]

@@ -8,19 +8,27 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
 from lowtide.compiled.captured_layer import CapturedLayer, Compiled, Variant
 from lowtide.compiled.choice import called
+from lowtide.compiled.generated_code import UnreadableCodeError
 from lowtide.compiled.known_variants import KnownVariant, KnownVariants
 from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, mark
 from lowtide.compiled.proof import why_not_equal
-from lowtide.compiled.saved_sets import SavedSet, least, least_peak, saving
-from lowtide.errors import LowtideError, UnsupportedModelError
+from lowtide.compiled.saved_sets import SavedSet, least, least_peak, saving, within_peak
+from lowtide.errors import LowtideError, PlanMismatchError, UnsupportedModelError
 from lowtide.step.batches import batch_tensors
 from lowtide.step.subclasses import is_sharded
+from lowtide.units import format_bytes
 
 PLAIN, LEAST, AGAIN = "plain", "least", "run again"
+_CORRECTIONS, _NEAR = 4, 0.02  # of the limit
 _MOST_SHAPES = 16  # that one kind of layer is compiled for
+SEEN_BY_A_MODE = (
+    "a dispatch mode was on, such as FlopCounterMode, from which compiled code hides its ops: layers ran as they are, "
+    "without a plan"
+)
 _AS_IT_IS = "which is not compiled but runs as it is: no plan counts what it stores"
 
 
@@ -31,8 +39,10 @@ class Session(threading.local):
     variants: Mapping[str, str] = {}  # by layer
     shapes: Mapping[str, LayerShape] = {}  # by layer, of which the variants are
     watch: MemoryBetweenLayers | None = None
+    limit: int | float | None = None  # of the step that is watched: bytes beyond what lives throughout, or of plain
     ran: tuple[LayerShape, Variant] | None = None
     compiled_now = False
+    seen_by_a_mode = False  # in this step, layers ran uncompiled
     not_as_planned = ""  # why a layer of this step does not run what is planned
     training = False  # steps have been planned: an error would end a run, and lose its work
 
@@ -50,6 +60,7 @@ class LayerShape:
     Attributes:
         variants: By name; ``plain``, ``least`` and ``run again`` are always there.
         proposed: By name, what the solver proposes and has no code yet.
+        unreadable: By the names that are saved, why their code is not used.
         whole: It is the model as one graph. Then the peak of its forward and backward counts, not what it holds while
             others run.
     """
@@ -75,13 +86,83 @@ class LayerShape:
                 self.variants[name].step_ms = found.step_ms
             else:
                 self.variants[name] = Variant(name, found.saved, found.memory, None, found.step_ms, found.refused)
-        proven = [self.variants[name] for name in (LEAST, AGAIN) if self.variants[name].run is not None]
-        for variant, reason in zip(proven, why_not_equal(captured, proven, plain), strict=True):
-            variant.refused = reason
         self.proposed: dict[str, SavedSet] = {}
+        self.unreadable: dict[tuple[str, ...] | None, str] = {}
+        if whole and not self.known.searched:
+            self._read_ahead()
+        # A whole graph that runs again peaks like the plain one: that is for where the leanest has other bits.
+        again, first = self.variants[AGAIN], self.variants[LEAST if whole else AGAIN]
+        (first.refused,) = why_not_equal(captured, [first], plain)
+        if whole and first.refused:
+            (again.refused,) = why_not_equal(captured, [again], plain)
+        elif whole:
+            again.run = None
         for name, ready in {} if other is None else other.variants.items():
             if name not in self.variants and ready.run is not None and ready.saved.names is not None:
                 self.proposed[name] = saving(captured.layer, ready.saved.names)
+
+    def _read_ahead(self) -> None:
+        """While compilers are at the first kernels: read the set that a plan will likely save, as far as the graph
+        alone says, and have them begin with its kernels."""
+        plain_bytes, limit = self.variants[PLAIN].memory.peak_bytes, self._session.limit
+        limit = int(limit * plain_bytes) if isinstance(limit, float) else limit
+        if limit is None or not self.variants[LEAST].memory.peak_bytes < limit < plain_bytes:
+            return
+        found = self.read_near(limit, lambda variant: variant.memory.peak_bytes)
+        if found is not None:
+            found.kernels.begin()
+
+    def propose(self, sets: Sequence[SavedSet]) -> bool:
+        """Add the sets that are new. Whether there were any."""
+        known = {v.saved.names for v in self.variants.values()} | {s.names for s in self.proposed.values()}
+        new = [s for s in sets if s.names not in known | self.unreadable.keys()]
+        for saved in new:
+            name = f"saving {len(saved.names or ())} values, {format_bytes(saved.stored_bytes)}"
+            while name in self.variants or name in self.proposed:
+                name += "'"
+            self.proposed[name] = saved
+        return bool(new)
+
+    def read(self, name: str) -> None:
+        """Make the code of a proposed variant, and read it."""
+        saved = self.proposed.pop(name)
+        try:
+            self.variants[name] = self.captured.variant(name, saved, kernels=False)
+        except (UnreadableCodeError, PlanMismatchError) as error:
+            self.unreadable[saved.names] = f"{name}: {error}"
+
+    def read_near(self, limit: int, step_peak: Callable[[Variant], int], rest_bytes: int = 0) -> Variant | None:
+        """Read the code of a set whose step comes close to the limit from below, where this is most of the step.
+
+        Ask for the fastest set within the limit, read its code, and ask again for as much less or more as that took
+        more or less: simulation fuses otherwise than Inductor, and the step holds what is not in the graph.
+
+        Args:
+            step_peak: Of a step with that variant, by its code.
+            rest_bytes: As of ``within_peak``.
+        """
+        assert self.captured.layer is not None
+
+        def near() -> Variant | None:
+            own = (v for v in self.variants.values() if v.saved.names is not None and not v.refused)
+            return next((v for v in own if 0 <= limit - step_peak(v) <= _NEAR * limit), None)
+
+        known = [(step_peak(v), v.saved.peak_bytes) for v in self.variants.values() if v.saved.names is not None]
+        near_bytes, asked_bytes = min(known, key=lambda peaks: abs(peaks[0] - limit))
+        ask, asked = limit - near_bytes + asked_bytes, set[int]()
+        while near() is None and ask not in asked and len(asked) < _CORRECTIONS:
+            asked.add(ask)
+            saved = within_peak(self.captured.layer, ask, rest_bytes)
+            if saved is None:
+                break
+            self.propose([saved])
+            for name in list(self.proposed):
+                self.read(name)
+            found = next((v for v in self.variants.values() if v.saved.names == saved.names), None)
+            if found is None:
+                break  # its code cannot be read
+            ask += limit - step_peak(found)
+        return near()
 
     def keep_known(self, searched: str) -> None:
         """For later runs. ``searched``: for what all were found that a search proposes; "" if for nothing."""
@@ -245,6 +326,10 @@ class LayerCall:
             # later shapes of training uncompiled in silence.
             return self._call_impl(*args, **kwargs)
         session, watch = self._session, self._session.watch
+        if is_in_any_mode_without_ignore_compile_internals():
+            # Dynamo leaves such a call alone, and in PyTorch 2.13 its code for good: no later step would be compiled.
+            session.seen_by_a_mode = True
+            return self._call_impl(*args, **kwargs)
         session.enter(self._name)
         if watch is not None:
             watch.enter_forward(self._name, batch_tensors([*args, *kwargs.values()]))

@@ -14,17 +14,15 @@ from lowtide.compiled import saved_sets
 from lowtide.compiled.captured_layer import Variant
 from lowtide.compiled.choice import BETWEEN, Choice, Moment, Option, fastest_within, least_peak, peak_moment, peak_of
 from lowtide.compiled.compiled_plan import CompiledPlan, PlannedVariant, decisions_of, evidence_of
-from lowtide.compiled.generated_code import UnreadableCodeError
 from lowtide.compiled.layer_calls import LEAST, PLAIN, LayerShape
 from lowtide.compiled.proof import measure_ms, why_not_equal
 from lowtide.compiled.saved_sets import SavedSet
-from lowtide.errors import BudgetInfeasibleError, PlanMismatchError
+from lowtide.errors import BudgetInfeasibleError
 from lowtide.plan import COMPILED
 from lowtide.units import format_bytes
 
 _ROUNDS = 2
 _LEANER = 0.6  # of the peak in backward, where nothing fits
-_CORRECTIONS, _NEAR = 4, 0.02  # of the limit
 _IN_PLACE_OF_REFUSED = (1.0, 0.97, 0.94, 0.9, 0.85)  # of the limit
 _ABOVE_REFUSED = (1.05, 1.15, 1.3)  # of the least peak
 
@@ -57,7 +55,6 @@ class StepPlanner:
         self._state_bytes = state_bytes
         self._distinct = list(dict.fromkeys(shapes.values()))
         self.refused = [f"{v.name}: {v.refused}" for s in self._distinct for v in s.variants.values() if v.refused]
-        self._unreadable = set[tuple[str, ...] | None]()
         self._made: list[CompiledPlan] = []
 
     @property
@@ -76,13 +73,16 @@ class StepPlanner:
         """
         start_s = time.perf_counter()
         for shape in self._distinct:
-            self._time(shape)
+            if not shape.whole:  # of a whole graph a step takes as long as a step: only what is chosen is timed
+                self._time(shape, list(shape.variants))
         plain_bytes = self.plain_peak_bytes
         budget_bytes = budget
         if isinstance(budget, float):
             budget_bytes = self.resident_bytes + int(budget * (plain_bytes - self.resident_bytes))
         limit = None if budget_bytes is None else int(budget_bytes) - self.resident_bytes
         if limit is None or plain_bytes - self.resident_bytes <= limit:
+            for shape in self._distinct:
+                self._time(shape)
             choice = self._choice_of(dict.fromkeys(self.shapes, PLAIN))
         else:
             choice = self._within(limit)
@@ -116,6 +116,8 @@ class StepPlanner:
                 if any(search not in shape.known.searched for shape in self._distinct):
                     self._prepare(limit)
                 continue
+            if found is not None and any([self._time(self.shapes[at], [name]) for at, name in found.variants.items()]):
+                continue
             if found is not None:
                 for shape in self._distinct:
                     shape.keep_known(search)
@@ -142,10 +144,9 @@ class StepPlanner:
     def _make_runnable(self, choice: Choice) -> bool:
         """Compile what is chosen and known from an earlier run only. Whether there was any."""
         chosen = {(self.shapes[layer], name) for layer, name in choice.variants.items()}
-        known = [(shape, name) for shape, name in chosen if shape.variants[name].run is None]
-        for shape, name in known:
-            found = shape.variants[name]
-            self._compile(shape, name)
+        known = {(shape, name): shape.variants[name] for shape, name in chosen if shape.variants[name].run is None}
+        self._compile(known)
+        for (shape, name), found in known.items():
             if shape.variants[name].refused or shape.variants[name].memory != found.memory:
                 shape.known.searched.clear()  # it is not what it was, so the search may find others
         return bool(known)
@@ -161,7 +162,7 @@ class StepPlanner:
         """Propose sets, and read and compile those of the fastest choice that fits."""
         for shape in self._distinct:
             assert shape.captured.layer is not None
-            self._propose(shape, saved_sets.front(shape.captured.layer))
+            shape.propose(saved_sets.front(shape.captured.layer))
         rounds = 0
         while rounds < _ROUNDS:
             choice = fastest_within(self.moments, self._options(), limit)
@@ -198,28 +199,8 @@ class StepPlanner:
         return peak_of(self.moments, self._options(refused=True), {layer: variant.name})
 
     def _read_near(self, shape: LayerShape, limit: int) -> None:
-        """Ask for the fastest set within the limit, read its code, and ask again for as much less or more as that took
-        more or less: simulation fuses otherwise than Inductor, and the step holds what is not in the graph."""
-        assert shape.captured.layer is not None
         between = [m.live_bytes + m.extra_bytes for m in self.moments if m.kind == BETWEEN and m.open]
-        least = shape.variants[LEAST]
-        ask = limit - self._step_peak(least) + least.saved.peak_bytes
-        asked = set[int]()
-        for _ in range(_CORRECTIONS):
-            asked.add(ask)
-            saved = saved_sets.within_peak(shape.captured.layer, ask, max(between, default=0))
-            if saved is None:
-                return
-            self._propose(shape, [saved])
-            for name in list(shape.proposed):
-                self._read(shape, name)
-            found = next((v for v in shape.variants.values() if v.saved.names == saved.names), None)
-            if found is None:
-                return  # its code cannot be read
-            room = limit - self._step_peak(found)
-            if 0 <= room <= _NEAR * limit or ask + room in asked:
-                return
-            ask += room
+        shape.read_near(limit, self._step_peak, max(between, default=0))
 
     def _left_out(self) -> str:
         reasons = [f"{name}: {v.refused}" for s in self._distinct for name, v in s.variants.items() if v.refused]
@@ -242,12 +223,13 @@ class StepPlanner:
         chosen = {(self.shapes[layer], name) for layer, name in choice.variants.items()}
         unread = [(shape, name) for shape, name in chosen if name in shape.proposed]
         for shape, name in unread:
-            self._read(shape, name)
+            shape.read(name)
+            if kernels and name in shape.variants:  # compilers begin: with these bytes it is mostly chosen again
+                shape.variants[name].kernels.begin()
         if unread or not kernels:
             return bool(unread)
         uncompiled = [(shape, name) for shape, name in chosen if not shape.variants[name].is_tried]
-        for shape, name in uncompiled:
-            self._compile(shape, name)
+        self._compile(uncompiled)
         return bool(uncompiled)
 
     def _options(self, *, ready: bool = False, refused: bool = False) -> dict[str, list[Option]]:
@@ -264,48 +246,31 @@ class StepPlanner:
         ms = {(layer, o.name): o.step_ms for layer, found in options.items() for o in found}
         return Choice(variants, peak_of(self.moments, options, variants), sum(ms[item] for item in variants.items()))
 
-    def _time(self, shape: LayerShape) -> None:
-        """Times of all that is compiled and untimed, beside the plain variant."""
+    def _time(self, shape: LayerShape, names: Collection[str] = ()) -> bool:
+        """Time the plain variant and these, where they are compiled and untimed. Whether there were any."""
         plain = shape.variants[PLAIN]
-        untimed = [v for v in shape.variants.values() if v.run is not None and not v.refused and not v.step_ms]
+        wanted = [shape.variants[name] for name in dict.fromkeys([PLAIN, *names])]
+        untimed = [v for v in wanted if v.run is not None and not v.refused and not v.step_ms]
         if untimed:
             measure_ms(shape.captured, plain, [v for v in untimed if v is not plain])
+        return bool(untimed)
 
-    def _propose(self, shape: LayerShape, sets: Sequence[SavedSet]) -> bool:
-        """Add the sets that are new. Whether there were any."""
-        known = {v.saved.names for v in shape.variants.values()} | {s.names for s in shape.proposed.values()}
-        new = [s for s in sets if s.names not in known | self._unreadable]
-        for saved in new:
-            name = f"saving {len(saved.names or ())} values, {format_bytes(saved.stored_bytes)}"
-            while name in shape.variants or name in shape.proposed:
-                name += "'"
-            shape.proposed[name] = saved
-        return bool(new)
-
-    def _read(self, shape: LayerShape, name: str) -> None:
-        """Make the code of a proposed variant, and read it."""
-        saved = shape.proposed.pop(name)
-        try:
-            variant = shape.captured.variant(name, saved, kernels=False)
-        except (UnreadableCodeError, PlanMismatchError) as error:
-            self.refused.append(f"{name}: {error}")
-            self._unreadable.add(saved.names)
-            return
-        shape.variants[name] = variant
-
-    def _compile(self, shape: LayerShape, name: str) -> None:
-        """Compile a variant that was only read, and prove it."""
-        read = shape.variants[name]
-        made = shape.captured.variant(name, read.saved)
-        (made.refused,) = why_not_equal(shape.captured, [made], shape.variants[PLAIN])
-        if made.memory == read.memory:
-            made.step_ms = read.step_ms
-        shape.variants[name] = made
-        if made.refused:
-            self.refused.append(f"{name}: {made.refused}")
-        elif made.memory != read.memory:
-            self.refused.append(f"{name}: its code took other bytes when it was compiled; the second reading counts")
-        self._time(shape)
+    def _compile(self, chosen: Collection[tuple[LayerShape, str]]) -> None:
+        """Compile variants that were only read, all at once; prove and time them."""
+        made = [(shape, shape.variants[name], shape.captured.compiled(shape.variants[name])) for shape, name in chosen]
+        for shape, read, variant in made:
+            (variant.refused,) = why_not_equal(shape.captured, [variant], shape.variants[PLAIN])
+            if variant.memory == read.memory:
+                variant.step_ms = read.step_ms
+            shape.variants[variant.name] = variant
+            if variant.refused:
+                self.refused.append(f"{variant.name}: {variant.refused}")
+            elif variant.memory != read.memory:
+                self.refused.append(
+                    f"{variant.name}: its code took other bytes when it was compiled; the second reading counts"
+                )
+        for shape in self._distinct:
+            self._time(shape, [variant.name for of, _, variant in made if of is shape])
 
     def _refine(self, choice: Choice) -> bool:
         """Propose sets between each chosen one and the next larger. Whether there are new ones."""
@@ -321,7 +286,7 @@ class StepPlanner:
                 larger = [size for size in sizes if size > mine]
                 wanted += [(mine + size) // 2 for size in larger[:1]]
             sets = [saved_sets.within(layer, size, None) for size in wanted]
-            found |= self._propose(shape, [s for s in sets if s is not None])
+            found |= shape.propose([s for s in sets if s is not None])
         return found
 
     def _lean_further(self) -> bool:
@@ -335,7 +300,7 @@ class StepPlanner:
                 peak = option.stored_bytes + option.backward_bytes
                 sets.append(saved_sets.within(layer, option.stored_bytes, int(_LEANER * peak)))
                 sets.append(saved_sets.within(layer, int(1.5 * option.stored_bytes), int(_LEANER * peak)))
-            found |= self._propose(shape, [s for s in sets if s is not None])
+            found |= shape.propose([s for s in sets if s is not None])
         return found
 
     def _plan_of(self, choice: Choice, limit: int | None, plain_bytes: int, start_s: float) -> CompiledPlan:
@@ -374,7 +339,7 @@ class StepPlanner:
             layers=dict(choice.variants),
             variants=tuple(used),
             at_peak="" if moment is None else f"{moment.kind} {moment.layer}".strip(),
-            refused=tuple(dict.fromkeys(self.refused)),
+            refused=tuple(dict.fromkeys([*self.refused, *(r for s in self._distinct for r in s.unreadable.values())])),
         )
 
 

@@ -114,13 +114,18 @@ class LowtideCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         within = "what is free" if self._budget == "auto" else str(self._budget)
-        _say(
-            f"keeps each training step within its budget ({within}): the first steps are watched, then the tensors "
-            "that cost least are recomputed. Losses and gradients stay bitwise the same"
-            + (" as of layers that PyTorch compiles" if self._compiles else "")
-        )
         if module_calls.is_compiled(model):
-            _say("torch_compile: compiled code runs as it is, and is saved whole (the model): only the rest is planned")
+            _say(
+                f"NOT planned within its budget ({within}): torch_compile=True compiles the model as a whole, and real "
+                "steps of such a model have no plan. Leave torch_compile out and pass LowtideCallback(budget, "
+                "compile=True): it compiles each layer and plans inside"
+            )
+        else:
+            _say(
+                f"keeps each training step within its budget ({within}): the first steps are watched, then the tensors "
+                "that cost least are recomputed. Losses and gradients stay bitwise the same"
+                + (" as of layers that PyTorch compiles" if self._compiles else "")
+            )
         if args.world_size > 1 and args.ddp_find_unused_parameters is None and not asked_in(args)[0]:
             _say(
                 "without checkpointing the Trainer has DDP look for unused parameters in every step; "

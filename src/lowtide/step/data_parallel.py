@@ -18,8 +18,9 @@ _wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParal
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module that is taped: what a ``DistributedDataParallel`` or a DeepSpeed engine has inside, else ``model``."""
-    model = unwrap_engine(model)
+    """The module that is taped: what a ``DistributedDataParallel``, a DeepSpeed engine or the result of
+    ``lowtide.compile`` has inside, else ``model``."""
+    model = vars(model).get("lowtide_inside", unwrap_engine(model))
     if not isinstance(model, DistributedDataParallel):
         return model
     _wrappers[model.module] = weakref.ref(model)

@@ -11,9 +11,9 @@ from torch import nn
 from lowtide.device import allocation_counter, values_off
 from lowtide.errors import LowtideError, RehearsalMemoryError
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import COMPILED_CODE, StepGraph
 from lowtide.options import FitOptions
-from lowtide.plan import Plan
+from lowtide.plan import SAVE, Plan
 from lowtide.planning.planner_process import PlannerProcess
 from lowtide.pytorch_internals import STEPS, why_unchecked
 from lowtide.rank_consensus import group_of
@@ -37,6 +37,7 @@ from lowtide.training.rehearsal import Rehearsal
 from lowtide.training.shared_tiers import SharedTiers
 from lowtide.training.status import Status
 from lowtide.training.step_region import step_region
+from lowtide.units import format_bytes
 from lowtide.verifier import Verification, suspended, verify_in
 
 Result = TypeVar("Result")
@@ -88,11 +89,9 @@ class Fit:
                 self._reasons.say(
                     f"each call of {kind} is one op, which is kept or runs again as a whole: {shown}{inside}"
                 )
-        if "" in facts.compiled and not is_scripted(model):
-            shown = "..." if options.budget == "auto" else repr(options.budget)
+        if "" in facts.compiled and batch is None:
             self._reasons.say(
-                "the model is compiled as a whole: its call is one op, which is kept or runs again as a whole. "
-                f'lowtide.compile(model, layers=["*"], budget={shown}) plans inside of it'
+                f"the model is compiled as a whole: real steps of it have no plan{self._way_inside(facts)}"
             )
         unprepare = prepare(model, chunk_loss=options.chunk_loss, tile_mlp=options.tile_mlp, say=self._reasons.say)
         try:
@@ -137,8 +136,19 @@ class Fit:
         if not first.shapes:
             say("the step never calls the model itself: only what runs inside fit.step_region() is taped")
         if "" in facts.compiled:
-            say("the model is compiled as a whole: it runs as it is, and all that it stores is saved")
+            plan = first.plan
+            kept = (d for d in plan.decisions if plan.ops[d.op].name == COMPILED_CODE and d.action == SAVE)
+            stored = sum(d.bytes for d in kept)
+            much = f", {format_bytes(stored)} of the step's {format_bytes(plan.predicted_peak_bytes)}" if stored else ""
+            say(f"the model is compiled as a whole: all that its call stores is kept{much}{self._way_inside(facts)}")
         return True
+
+    def _way_inside(self, facts: ModelFacts) -> str:
+        """What plans inside of a model that is compiled as a whole, as the end of a sentence."""
+        if is_scripted(facts.model):
+            return ""
+        budget = "..." if self._options.budget == "auto" else repr(self._options.budget)
+        return f'. lowtide.compile(model, layers=["*"], budget={budget}) on the model as it was plans inside of it'
 
     # -- what was decided -----------------------------------------------------------------------------------
 

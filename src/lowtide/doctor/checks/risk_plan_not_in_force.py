@@ -1,4 +1,4 @@
-"""A fitted model whose last step did not run under a plan."""
+"""A fitted model, or one of ``lowtide.compile``, whose last step did not run under a plan."""
 
 from typing import Any
 
@@ -32,13 +32,15 @@ def find(setup: StepUnderTest) -> Finding | None:
             return CHECK.found(
                 f"{counters.planned_steps} of {counters.steps} steps ran under a plan; the last one did not: "
                 f"{counters.why_not_planned}",
-                gain=_gain(setup, own_call.options),
+                gain=_gain(setup, getattr(own_call, "options", None)),
             )
     return None
 
 
-def _gain(setup: StepUnderTest, asked: FitOptions) -> Gain:
+def _gain(setup: StepUnderTest, asked: FitOptions | None) -> Gain:
     """Of a plan for this step within the fit's budget; the fit's own plans stay as they are."""
+    if asked is None:
+        return Gain(why_not="lowtide.compile plans from steps that it has watched")
     try:
         with setup.preserved():
             plan = _plan(setup, asked)
