@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.device import allocation_counter
+from lowtide.device.allocation_counter import prepare
 
 
 def train(budget, noise_at=None):
@@ -28,7 +28,7 @@ def train(budget, noise_at=None):
 
 
 torch.set_num_threads(1)
-allocation_counter.prepare(waits=True)  # built beside the first training on a machine, within some seconds
+prepare(waits=True)  # built beside the first training on a machine, within some seconds
 plain_mib = train("1TiB")[-1].last_peak_bytes / 2**20
 budget = int(0.8 * plain_mib) << 20
 logged = train(budget)
