@@ -58,9 +58,10 @@ def test_a_tensor_at_the_address_of_a_dead_copy_is_no_copy_of_that_weight():
     listener = StepListener(model, None, compare=False)
 
     with listener:
-        address = model.weight.to(torch.bfloat16).untyped_storage()._cdata  # dies at once
-        others = [torch.ones(64, 64) for _ in range(64)]
-    (reused,) = [tensor for tensor in others if tensor.untyped_storage()._cdata == address]
+        addresses = {model.weight.to(torch.bfloat16).untyped_storage()._cdata for _ in range(64)}  # each dies at once
+        others = [torch.ones(64, 64) for _ in range(4096)]  # until the allocator takes one of these places again
+    reused = next(tensor for tensor in others if tensor.untyped_storage()._cdata in addresses)
+    address = reused.untyped_storage()._cdata
     listener._pack(reused)
 
     assert listener.stored[address].cast_of == ""
