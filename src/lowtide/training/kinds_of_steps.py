@@ -109,3 +109,4 @@ class UsualKinds:
     def clear(self) -> None:
         self._last.clear()
         self._waiting.clear()
+        self._in_vain.clear()

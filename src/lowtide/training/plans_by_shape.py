@@ -234,7 +234,7 @@ class PlansByShape:
         return shape.share_of(served_by.shapes[0]) <= _MUCH_SMALLER
 
     def note_kind(self, shape: CallShape, kind: int | None) -> None:
-        """A step has ended that began with a call of ``shape``; None: nobody saw all of it."""
+        """A step has ended that began with a call of ``shape``; see ``RunningStep.kind``."""
         self._kinds.note(shape.pattern, kind)
         if self._kinds.waits_in_vain(shape.pattern):
             self._reasons.say(f"steps run other ops each time {_RUN_ONLINE}")
