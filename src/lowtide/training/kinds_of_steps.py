@@ -10,6 +10,7 @@ _MOST_BY_NUMBERS = 8  # kinds of steps: where there are more, the numbers count 
 _MOST_NUMBERS = 64  # in one call's arguments: more of them are data
 _REMEMBERED = 16  # steps of a pattern
 _IN_A_ROW = 6  # steps of other kinds: from now on they may all be
+_MUCH_MORE = 2  # times as often as a kind that has a plan
 _OFTEN = 4  # of those remembered: less often a plan is not worth making
 _MOST_IN_VAIN = 6  # recorded steps of rarer kinds: what was usual is not any more
 
@@ -58,12 +59,13 @@ class UsualKinds:
     """Of steps whose calls have one pattern, which run other ops from time to time (dropped layers): the usual ones.
 
     A step's kind is what ``RunningStep.kind`` says. Where a plan was of a rarer kind, no step is recorded until some
-    kind is usual: till then steps run online, which costs less.
+    kind is usual, each time for twice as long: till then steps run online, which costs less.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, deque[int | None]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._waiting: dict[str, int] = {}  # patterns, and for how many steps
+        self._times_waited: Counter[str] = Counter()
         self._in_vain: Counter[str] = Counter()  # recorded steps of rarer kinds
 
     def note(self, pattern: str, kind: int | None) -> None:
@@ -73,10 +75,18 @@ class UsualKinds:
             self._waiting[pattern] += 1
 
     def is_usual(self, pattern: str, kind: int | None) -> bool:
-        """Whether such steps still come, and none of another kind that does has come more often."""
+        """Whether such steps still come, and none of another kind that does comes much more often."""
+        if kind is None:
+            return False
         last = list(self._last[pattern])
-        come = {k for k in last[-_IN_A_ROW:] if k is not None}
-        return kind in come and last.count(kind) == max(map(last.count, come))
+        come = Counter(last[-_IN_A_ROW:])
+        if kind in come:
+            return all(last.count(other) <= _MUCH_MORE * last.count(kind) for other in come if other is not None)
+        return self.is_often(pattern, kind) and len(come) > 1
+
+    def vary(self, pattern: str) -> bool:
+        """Whether steps of several kinds have come lately."""
+        return len(set(self._last[pattern])) > 1
 
     def is_often(self, pattern: str, kind: int | None) -> bool:
         """Whether such steps are worth a plan."""
@@ -85,11 +95,16 @@ class UsualKinds:
     def wait_for_usual(self, pattern: str) -> None:
         """A plan was of a rarer kind."""
         self._waiting[pattern] = self._in_vain[pattern] = 0
+        self._times_waited[pattern] += 1
         self._last[pattern].clear()
 
     def waits(self, pattern: str) -> bool:
-        """Whether no kind has been usual since."""
-        return pattern in self._waiting and not any(self.is_often(pattern, kind) for kind in set(self._last[pattern]))
+        """Whether no kind has been usual since, or not for long enough."""
+        if pattern not in self._waiting:
+            return False
+        least = _REMEMBERED * (2 ** (self._times_waited[pattern] - 1) - 1)
+        kinds = set(self._last[pattern])
+        return self._waiting[pattern] < least or not any(self.is_often(pattern, kind) for kind in kinds)
 
     def waits_in_vain(self, pattern: str) -> bool:
         """Whether that has gone on for so long that it is told; once."""
@@ -109,4 +124,5 @@ class UsualKinds:
     def clear(self) -> None:
         self._last.clear()
         self._waiting.clear()
+        self._times_waited.clear()
         self._in_vain.clear()

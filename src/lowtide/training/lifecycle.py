@@ -354,7 +354,7 @@ class Lifecycle:
         if diverged:
             self._numbers.look()
         if planned.shapes:
-            self.plans_by_shape.note_step(planned, step.made_nodes, diverged=diverged, unseen=bool(why))
+            self.plans_by_shape.note_step(planned, step.made_nodes, diverged=diverged)
         return diverged
 
     def _end_watch(self, step: RunningStep, watch: OnlineTape, *, is_whole: bool) -> None:

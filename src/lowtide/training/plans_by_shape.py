@@ -239,24 +239,23 @@ class PlansByShape:
         if self._kinds.waits_in_vain(shape.pattern):
             self._reasons.say(f"steps run other ops each time {_RUN_ONLINE}")
 
-    def note_step(
-        self, planned: PlannedStep, num_nodes: Mapping[int, int], *, diverged: bool, unseen: bool = False
-    ) -> None:
+    def note_step(self, planned: PlannedStep, num_nodes: Mapping[int, int], *, diverged: bool) -> None:
         """A step has ended that began under ``planned``.
 
         Args:
             num_nodes: How many autograd nodes each call made.
             diverged: The step ran other ops.
-            unseen: Until its end, so it may have taken more than the budget.
         """
         planned.diverged = diverged
-        if unseen:
-            planned.kind = None
         before = self._diverged[planned.shapes[0].pattern]
         before.append(diverged)
         if not planned.is_known and not diverged and len(num_nodes) == len(planned.shapes):
             planned.num_nodes = num_nodes
-        planned.tape.matches_all = any(before)
+        planned.tape.matches_all = self._may_diverge(planned.shapes[0].pattern)
+
+    def _may_diverge(self, pattern: str) -> bool:
+        """Whether steps of this pattern may run other ops than planned, as others have: each op is followed then."""
+        return any(self._diverged[pattern]) or self._kinds.vary(pattern)
 
     def why_no_plan(self, shape: CallShape) -> str:
         """In words, where ``plan_for`` has none."""
@@ -279,24 +278,24 @@ class PlansByShape:
         shape, own = planned.last_served, planned.shapes[0]
         steps = self._diverged[own.pattern]
         is_full, out_of_replans = len(steps) == _STEPS_REMEMBERED, self._replans[own] >= _MAX_REPLANS
+        is_usual = self._kinds.is_usual(own.pattern, planned.kind)
         if planned.kind is None:  # its steps take more than it is worth, or nobody knows its kind
             is_unsteady = (out_of_replans or is_full) and 2 * sum(steps) > len(steps)
         else:
-            is_unsteady = is_full and all(steps)
+            is_unsteady = is_usual and is_full and all(steps)  # of these modules, and of other sizes each time
         if is_unsteady:
             self._run_online(own.pattern)
             return False
         if shape is not None and shape != own:
             self._alone.add(shape)
             return False
-        if planned.kind is None:
-            if out_of_replans:
-                return True
-            self._replans[own] += 1
-        elif self._kinds.is_usual(own.pattern, planned.kind):
+        if is_usual or (planned.kind is None and out_of_replans):
             return True
+        if planned.kind is None:
+            self._replans[own] += 1
         else:
             self._kinds.wait_for_usual(own.pattern)
+            steps.clear()  # under a plan that is no measure for those to come
         self._aside.pop(planned.shapes, None)
         self.plans.remove(planned)
         if planned.is_derived:
@@ -311,7 +310,8 @@ class PlansByShape:
         What a plan keeps is kept, so one of larger steps would be better, unless this one's come often.
         """
         pattern = planned.shapes[0].pattern
-        if self._is_too_much(planned, peak_bytes) and not self._kinds.is_often(pattern, planned.kind):
+        is_rare = planned.kind is not None and not self._kinds.is_often(pattern, planned.kind)
+        if is_rare and self._is_too_much(planned, peak_bytes):
             planned.kind = None
             self._kinds.wait_for_usual(pattern)
 
@@ -722,7 +722,7 @@ class PlansByShape:
         model = self._model()
         assert model is not None  # it is being called
         tape = Tape(program_of(plan), model, self._tiers.open_for(plan))
-        tape.matches_all = any(self._diverged[shapes[0].pattern])
+        tape.matches_all = self._may_diverge(shapes[0].pattern)
         self._in_vain += 1
         num_nodes, kind = self._num_nodes.get(shapes, {}), self._kind_of.get(shapes)
         planned = PlannedStep(plan, graph, costs, shapes, tape, num_nodes=num_nodes, kind=kind)
