@@ -78,7 +78,7 @@ class RecordedSteps:
                 f"the model is sharded: {format_bytes(watch.crossing_bytes)} that its modules hand to one another are "
                 "saved in each step, since each module's parameters are gathered for that module alone"
             )
-        self._reasons.say_other_hooks(watch.other_hooks)
+        self._reasons.say_other_hooks(watch.calls.other_hooks)
         for op in watch.releaser.differed:
             say(f"{op} gives other bits when it runs again: saved")
         for op in self._known_calls.proven_anew:
@@ -100,8 +100,8 @@ class RecordedSteps:
             self._counters.why_not_planned = why
             return
         graph, costs = watch.graph_and_costs(model, self._budget.optimizers.all())
-        if watch.checkpointed:
-            self._reasons.say_checkpointed(watch.checkpointed, watch.share_run_again(graph, costs))
+        if watch.calls.checkpointed:
+            self._reasons.say_checkpointed(watch.calls.checkpointed, watch.share_run_again(graph, costs))
         self._reasons.say_of(graph)
         ran_plain = self._budget.absolute_bytes is None
         budget_bytes = self._budget.fixed_for(graph, costs)

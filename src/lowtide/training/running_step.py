@@ -160,7 +160,7 @@ class RunningStep:
             return None if self.why_unlike_plan else self.planned.kind
         if self.planned is not None:
             return hash((self.planned.kind, self.left_after, *nodes))
-        return None if self.watch is None else hash((self.watch.modules_run, *nodes))
+        return None if self.watch is None else hash((self.watch.calls.modules_run, *nodes))
 
     @property
     def has_failed(self) -> bool:

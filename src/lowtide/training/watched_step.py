@@ -344,10 +344,10 @@ class WatchedStep(OnlineTape):
         if frame is None:
             return
         self._ran_again[signature] += 1
-        if not self.checkpointed:  # reentrant: in its forward pass no hook shows
+        if not self.calls.checkpointed:  # reentrant: in its forward pass no hook shows
             function, model = getattr(frame.f_locals.get("ctx"), "run_function", None), self.model
             paths = {m: path for path, m in model.named_modules()} if model is not None else {}
-            self.checkpointed = paths.get(function) or "a part of the step"
+            self.calls.checkpointed = paths.get(function) or "a part of the step"
 
     def share_run_again(self, graph: StepGraph, costs: Costs) -> float:
         """Of the step's time, what ops took that checkpointing of the model's own ran again."""

@@ -21,6 +21,7 @@ from lowtide.errors import ReplayError
 from lowtide.tape.online import online_calls, release
 from lowtide.tape.online.online_calls import CallRecipe, OnlineCall
 from lowtide.tape.online.online_tape import OnlineTape
+from lowtide.tape.online.writes import Writes
 from lowtide.training.watched_step import WatchedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -233,7 +234,7 @@ def test_a_call_that_writes_its_input_unseen_is_not_run_again(looked_at, monkeyp
 def test_what_was_made_from_an_input_is_made_again_before_a_call_writes_that(remade, monkeypatch):
     model, x = between(halves_kept_memory), batch()
     if not remade:
-        monkeypatch.setattr(OnlineTape, "keep_what_reads", lambda self, targets: None)
+        monkeypatch.setattr(Writes, "keep_what_reads", lambda self, targets: None)
         with pytest.raises(ReplayError):
             online(model, x, 0)
     else:

@@ -20,6 +20,7 @@ from lowtide.tape.online import online_tape, release
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.release import Releaser
+from lowtide.tape.online.writes import Writes
 from lowtide.training.watched_step import WatchedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -307,7 +308,7 @@ def test_what_was_released_is_made_again_before_its_inputs_are_written(monkeypat
 
     assert differing(plain(model, x), found) == []
 
-    monkeypatch.setattr(OnlineTape, "keep_what_reads", lambda self, targets: None)
+    monkeypatch.setattr(Writes, "keep_what_reads", lambda self, targets: None)
     with pytest.raises(ReplayError):
         online(model, x, 0)
 

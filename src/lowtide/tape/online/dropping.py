@@ -11,7 +11,8 @@ other inner scopes need, which is made when backward comes to them: recursive ch
 
 import itertools
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +36,7 @@ from lowtide.tape.online.release import Releaser
 from lowtide.tape.online.replays import chain_of, pinned_bytes
 from lowtide.tape.online.room import ExpectedBytes, Key
 from lowtide.tape.online.running_op import RunningOp
+from lowtide.tape.online.writes import Writes
 from lowtide.tape.recipes import keeps_graph
 
 _SEAL_EVERY = 17  # values; a prime, so that a step of any length seals other values each time
@@ -52,9 +54,10 @@ class DroppingTape(OnlineTape):
         self._outer: list[frozenset[int]] = [frozenset({0})]  # by scope: it and those around it
         self._scopes = [0]  # that are open
         self.releaser = _Remaker(self._holdings, self.live, self._outer)
+        self.writes = _CountedWrites(self, self._run, self._holdings, self.live, self.releaser)
         self._flags = self._run.flags
         # While there are none, all that a value is made from can be made again.
-        self._num_fixed = 0
+        self.num_fixed = 0
         self._backward = -1  # over a retained graph: the last one
 
     @contextmanager
@@ -100,7 +103,7 @@ class DroppingTape(OnlineTape):
         return self._scopes[-1]
 
     def function(self, call: ObservedFunctionCall) -> Any:
-        self._num_fixed += 1  # what it makes may have to stay
+        self.num_fixed += 1  # what it makes may have to stay
         return super().function(call)
 
     def make_room_for(self, op: RunningOp) -> None:
@@ -124,47 +127,22 @@ class DroppingTape(OnlineTape):
     def _may_be_dropped(self, value: StoredValue) -> bool:
         if value.recipe is None or value.why_kept:
             return False
-        if not self._num_fixed:
+        if not self.num_fixed:
             return True
         chain = chain_of([value])
         return chain is not None and pinned_bytes(chain) < value.bytes
-
-    def keep_what_reads(self, targets: list[torch.Tensor]) -> None:
-        """Before a write, what autograd stored of this memory is held: as in plain autograd, it sees the write."""
-        super().keep_what_reads(targets)
-        for tensor in targets:
-            value = value_of_storage(storage_of(tensor), self._run)
-            if value is not None and id(value) in self._holdings.released:
-                self._holdings.restore(value, memory_of(tensor))
 
     # -- proof ------------------------------------------------------------------------------------------------
 
     def _leave_recipe(self, op: RunningOp, made: list[tuple[int, StoredValue]]) -> None:
         super()._leave_recipe(op, made)
         recipe = made[0][1].recipe
-        if recipe is not None and not made[0][1].why_kept and not self._is_proven(op, recipe):
+        if recipe is not None and not made[0][1].why_kept and not self.is_proven(op, recipe):
             for _, value in made:
                 value.recipe, value.why_kept = None, "another run gives other bits"
-        self._num_fixed += any(value.recipe is None or value.why_kept for _, value in made)
+        self.num_fixed += any(value.recipe is None or value.why_kept for _, value in made)
 
-    def _note_write(self, op: RunningOp, seconds: float) -> None:
-        storages = [storage for tensor in op.written if (storage := storage_of(tensor)) is not None]
-        if any(s in self._outside_reads or value_of_storage(s, self._run) is not None for s in storages):
-            self._num_fixed += 1
-        super()._note_write(op, seconds)
-
-    def _complete(self, op: RunningOp, value: StoredValue, version: int, seconds: float) -> bool:
-        was_blank = value.why_kept == UNINITIALISED
-        if not super()._complete(op, value, version, seconds):
-            return False
-        recipe = value.recipe
-        assert recipe is not None
-        if not value.why_kept and not self._is_proven(op, recipe):
-            value.recipe, value.why_kept = None, "another run gives other bits"
-        self._num_fixed += bool(value.why_kept) - was_blank - 1  # as the write was counted
-        return True
-
-    def _is_proven(self, op: RunningOp, recipe: Recipe) -> bool:
+    def is_proven(self, op: RunningOp, recipe: Recipe) -> bool:
         """Whether ops of this kind give the same bits again; at first sight this one runs again."""
         kind = (self._flags, op.func, _kind_of(op.args), _kind_of(tuple(op.kwargs.items())))
         try:
@@ -200,6 +178,45 @@ class DroppingTape(OnlineTape):
         for value in sorted(self._holdings, key=lambda v: -v.number):  # readers first: what they read is there
             if value.remade and value.tensor is not None and value.is_needed and chain_of([value]) is not None:
                 self._holdings.release(value)
+
+
+class _CountedWrites(Writes):
+    """What they keep is counted, what they complete is proven, and autograd sees them as without a tape."""
+
+    def __init__(self, tape: DroppingTape, *of_step: Any) -> None:
+        super().__init__(*of_step)
+        self._tape: Callable[[], DroppingTape | None] = weakref.ref(tape)
+
+    def note(self, op: RunningOp, seconds: float) -> None:
+        storages = [storage for tensor in op.written if (storage := storage_of(tensor)) is not None]
+        if any(s in self.outside or value_of_storage(s, self._run) is not None for s in storages):
+            self._of_tape.num_fixed += 1
+        super().note(op, seconds)
+
+    def _complete(self, op: RunningOp, value: StoredValue, version: int, seconds: float) -> bool:
+        was_blank = value.why_kept == UNINITIALISED
+        if not super()._complete(op, value, version, seconds):
+            return False
+        recipe = value.recipe
+        assert recipe is not None
+        if not value.why_kept and not self._of_tape.is_proven(op, recipe):
+            value.recipe, value.why_kept = None, "another run gives other bits"
+        self._of_tape.num_fixed += bool(value.why_kept) - was_blank - 1  # as the write was counted
+        return True
+
+    def keep_what_reads(self, targets: list[torch.Tensor]) -> None:
+        """Before a write, what autograd stored of this memory is held: as in plain autograd, it sees the write."""
+        super().keep_what_reads(targets)
+        for tensor in targets:
+            value = value_of_storage(storage_of(tensor), self._run)
+            if value is not None and id(value) in self._holdings.released:
+                self._holdings.restore(value, memory_of(tensor))
+
+    @property
+    def _of_tape(self) -> DroppingTape:
+        tape = self._tape()
+        assert tape is not None  # it runs an op
+        return tape
 
 
 class _AnyRoom(ExpectedBytes):

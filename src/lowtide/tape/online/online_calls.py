@@ -8,7 +8,7 @@ and a reason names it. A release then proves each call once more, as it does any
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,7 @@ from lowtide.tape.online.known_proofs import KnownProofs
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_values import Recipe, StoredValue, UnreadableError, value_of_storage
 from lowtide.tape.online.release import Releaser
+from lowtide.tape.online.writes import Writes
 
 # Verdicts, beside other reasons why what a call makes is kept, and "".
 _WRITES = frozenset({"writes its inputs in place", "writes in place without saying so"})
@@ -48,6 +49,7 @@ class TapeOfCalls(Protocol):
     known_calls: "KnownCalls"
     running_call: "OnlineCall | None"
     releaser: Releaser
+    writes: Writes
 
     @property
     def model(self) -> nn.Module | None: ...
@@ -58,9 +60,7 @@ class TapeOfCalls(Protocol):
     def next_number(self) -> int: ...
     def new_value(self, storage: torch.UntypedStorage, version: int) -> StoredValue: ...
     def give_up(self, error: Exception) -> None: ...
-    def expecting_writes(self, targets: list[torch.Tensor]) -> AbstractContextManager[None]: ...
     def note_reads_of_op(self, tensors: Iterable[torch.Tensor]) -> None: ...
-    def note_outside_reads(self, recipe: Recipe) -> None: ...
     def note_written_unseen(self, tensor: torch.Tensor) -> None: ...
     def make_room_for_call(self, size: int) -> None: ...
 
@@ -214,7 +214,7 @@ class OnlineCall(ObservedFunctionCall):
         with _disable_current_modes():
             self._generators = GeneratorStates(self.tensors)
             if self._verdict is None or self._verdict in _WRITES:
-                around.enter_context(tape.expecting_writes(self.tensors))
+                around.enter_context(tape.writes.expected(self.tensors))
                 self._before = [fingerprint(t) for t in tensors_in(self.args)]
             if peak_bytes := self.peak_bytes:
                 tape.make_room_for_call(peak_bytes)
@@ -349,7 +349,7 @@ class OnlineCall(ObservedFunctionCall):
             made.append((position, value))
         if recipe is not None and made:
             recipe.take_outputs(made, max(self.live.peak, self.peak_bytes))
-            tape.note_outside_reads(recipe)
+            tape.writes.outside.note(recipe)
 
 
 def _address(tensor: torch.Tensor) -> int | None:

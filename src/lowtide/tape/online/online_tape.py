@@ -9,8 +9,8 @@ it does not understand it leaves alone: such tensors are saved, as without it.
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -38,11 +38,8 @@ from lowtide.step.data_assignments import OTHER_MEMORY, DataAssignedError, DataA
 from lowtide.step.execution_state import ExecutionState, GeneratorState
 from lowtide.step.function_calls import ObservedFunctionCall
 from lowtide.step.operators import (
-    OVERWRITERS,
     UNINITIALISED,
-    WRITES,
     draws_random_numbers,
-    fills_its_storage,
     is_opened_type,
     is_wrapper_type,
     may_draw_random_numbers,
@@ -51,9 +48,7 @@ from lowtide.step.operators import (
     storage_of,
     tensors_in,
     tensors_of,
-    why_not_replayed,
 )
-from lowtide.step.other_hooks import CHECKPOINT, hooks_of_others
 from lowtide.step.seam import HookedMode, insert_mode, is_on, remove_mode, step_aside
 from lowtide.step.sharding.observer import PauseDuringSharding, ShardingObserver
 from lowtide.step.sharding.windows import NO_WINDOWS, OpenWindows
@@ -73,12 +68,13 @@ from lowtide.tape.online.online_values import (
     UnreadableError,
     value_of_storage,
 )
-from lowtide.tape.online.outside_reads import OutsideReads
+from lowtide.tape.online.open_calls import OpenCalls
 from lowtide.tape.online.release import ATTEMPTS, Releaser
-from lowtide.tape.online.replays import MOST_UNSPLIT_BYTES, chain_of
+from lowtide.tape.online.replays import MOST_UNSPLIT_BYTES
 from lowtide.tape.online.room import ExpectedBytes, Need
 from lowtide.tape.online.running_op import RunningOp
-from lowtide.tape.online.sharding import OnlineSharding, copy_before_write, is_closed
+from lowtide.tape.online.sharding import OnlineSharding
+from lowtide.tape.online.writes import Writes
 from lowtide.tape.values import Kept, detached, is_view_of_leaf, modified_in_place, sharing_version
 
 _OUT_OF_MEMORY = object()
@@ -89,17 +85,16 @@ _OPS_BETWEEN_PROOFS = 16  # early ones, beside those at the end of each layer
 
 
 class OnlineTape(HookedMode):
-    """Watches one step of one model at a time.
+    """Watches one step of one model, and is thrown away with it.
 
     Attributes:
         live: What the step has made and still holds.
         releaser: Its ``budget_bytes`` is for what the step makes, resident bytes apart.
         expected: What ops of earlier steps allocated.
         problem: An error of the tape's own; from then on the step is saved as without it. "" as long as there is none.
-        checkpointed: The first module call that ran inside ``torch.utils.checkpoint``; "" if there was none.
-        other_hooks: What has put saved-tensor hooks in place around a module call; "" if nothing has.
-        calls: Module calls entered. ``modules_run``: a hash of which they were, in order.
+        calls: Module calls that are open.
         crossing_bytes: Saved for autograd, and never let go: read outside a window that they were made in.
+        writes: What they do to its values.
         known_calls: What calls of Functions have shown in earlier steps.
         running_call: The one that runs now, if its operators are of interest.
         ran_opaque: Compiled code that ran, and whose inside nobody sees; "" if none did.
@@ -125,38 +120,33 @@ class OnlineTape(HookedMode):
         self.releaser = Releaser(self._holdings, self.live, budget_bytes, self.known_calls.proofs)
         self.problem = ""
         self._peak_op = (0, 0, "")  # the highest peak that an op's workspace was in, the workspace, and whose it was
-        self.checkpointed = self.other_hooks = ""
         self.running_call: OnlineCall | None = None
         self._last_sizes = (0, 0)  # bytes that the last op read, and made
         self._windows: OpenWindows | None = None  # of a sharded model
         self._run = ExecutionState(self._model, wrapped=self._wrapped)
+        self.writes = Writes(self._run, self._holdings, self.live, self.releaser)
         self._number = 0
         self._bytes_before = 0  # allocated on the device before the step
         self._pauses = 0
         self._reserved_bytes = 0  # of the budget, for targets that only the loss will show
-        self._paths: list[str] = []  # of the open module calls
-        self._positions = [0]  # of the last op in each of them, and in the step
-        self._layers: list[int] = []  # of the open module calls: the number of the layer's call, 0 outside layers
+        self.calls = OpenCalls()
         self._assignments: DataAssignmentGuard[StoredValue] | None = DataAssignmentGuard(
             _keep_assigned, lambda value: value.num_reads > 0, lambda: "(a step without a plan)"
         )
-        self._outside_reads = OutsideReads()
         self._lock = threading.RLock()
         self._sequence = 0  # of the step's forward ops, as one number
         self._num_backwards = self._num_claimed = 0  # of the step
         self._seen_backward: SeenBackward | None = None  # the one that runs, if it is learned
         self._unseen_backward: UnseenBackward | None = None  # or if the mode is away
         self._forget_observer: Callable[[], None] = _no_model
-        self.calls = self.modules_run = self.crossing_bytes = 0
+        self.crossing_bytes = 0
         self.ran_opaque = ""
         self.op_s = 0.0  # what the host needed for the last op
 
     def begin_step(self, unseen_bytes: int = 0) -> None:
-        """A step starts, or the rest of one that holds ``unseen_bytes`` already: of earlier ones nothing counts."""
+        """The step starts, or the rest of one that holds ``unseen_bytes`` already."""
         self.live.restart(unseen_bytes or self._expected.inputs_bytes or 0)
-        self.releaser.forget_step()
-        self._run = run = ExecutionState(self._model, wrapped=self._wrapped)
-        model = self._model()
+        model, run = self._model(), self._run
         first = next(model.parameters(), None) if model is not None else None
         if first is not None and is_accelerator(first.device):
             run.stream = current_stream(first.device)
@@ -168,13 +158,6 @@ class OnlineTape(HookedMode):
             if not unseen_bytes:  # else they are among them
                 for tensor in self._windows.gathered_already():
                     self._count(tensor)
-        self._outside_reads.clear()
-        self._layers.clear()
-        self._paths.clear()
-        self._positions[:] = [0]
-        self.live.module = ""
-        self._sequence = self._num_backwards = self._num_claimed = 0
-        self.stop_observing()
         self._forget_observer = observe(self, first=True)  # others end the step where a backward ends
 
     def reserve(self, size: int) -> None:
@@ -207,9 +190,9 @@ class OnlineTape(HookedMode):
         self.stop_observing()
         self._holdings.let_go_unclaimed()
         if not self.num_claims:
-            for recipe in self._outside_reads:
+            for recipe in self.writes.outside:
                 recipe.forget()
-            self._outside_reads.clear()
+            self.writes.outside.clear()
 
     @property
     def num_claims(self) -> int:
@@ -260,32 +243,17 @@ class OnlineTape(HookedMode):
     # -- module calls ---------------------------------------------------------------------------------------
 
     def enter(self, path: str) -> None:
-        self.calls += 1
-        self.modules_run = hash((self.modules_run, path))
-        if not (self.checkpointed and self.other_hooks):
-            module, name = hooks_of_others()
-            if module == CHECKPOINT:
-                self.checkpointed = self.checkpointed or path or "a part of the model"
-            elif name and not self.other_hooks:
-                self.other_hooks = f"{module}.{name}"
-        numbered = path.rpartition(".")[2].isdigit()
-        around = self._layers[-1] if self._layers else 0
-        self._layers.append(around or (self.calls if numbered else 0))
-        self._paths.append(path)
-        self._positions.append(0)
+        self.calls.enter(path)
         self.live.module = path
         if self._windows is not None:
-            self._windows.enter(path, self.calls)
+            self._windows.enter(path, self.calls.count)
 
     def leave(self) -> None:
-        layer = self._layers.pop() if self._layers else 0
+        layer = self.calls.leave()
+        self.live.module = self.calls.path
         if self._windows is not None:
             self._windows.leave()
-        if self._paths:
-            self._paths.pop()
-            self._positions.pop()
-            self.live.module = self._paths[-1] if self._paths else ""
-        if layer and not self._layer and graph_task() == -1 and not self.problem:
+        if layer and graph_task() == -1 and not self.problem:
             try:
                 self.releaser.prove_layer(layer)
             except Exception as error:
@@ -294,9 +262,9 @@ class OnlineTape(HookedMode):
     def go_on_inside(self, paths: Iterable[str]) -> None:
         """Calls of these modules are open: another observer saw their start, ``leave_outer`` gives their end."""
         for path in paths:
-            self.calls += 1
+            self.calls.begin()
             if self._windows is not None:
-                self._windows.enter(path, self.calls)
+                self._windows.enter(path, self.calls.count)
 
     def leave_outer(self) -> None:
         """See ``go_on_inside``."""
@@ -351,7 +319,7 @@ class OnlineTape(HookedMode):
 
     @property
     def _layer(self) -> int:
-        return self._layers[-1] if self._layers else 0
+        return self.calls.layer
 
     # -- operators ------------------------------------------------------------------------------------------
 
@@ -388,7 +356,7 @@ class OnlineTape(HookedMode):
         except Exception as error:  # nothing of ours may end the step
             self.give_up(error)
         if op is not None and op.foreign is not None and op.foreign.is_watched:
-            with around, self.expecting_writes(op.inputs):
+            with around, self.writes.expected(op.inputs):
                 result = self._run_with_room(func, args, kwargs, op)
         elif around is NOTHING:
             result = self._run_with_room(func, args, kwargs, op)
@@ -406,12 +374,12 @@ class OnlineTape(HookedMode):
 
     def _begin(self, func: Any, args: tuple, kwargs: dict) -> RunningOp:
         """Before ``func`` runs: room is made for it, and what it reads is named, since it may write that."""
-        op = RunningOp(func, args, kwargs, self._expected.needs[func])
-        facts = op.need.facts
         self._number += 1
+        op = RunningOp(func, args, kwargs, self._expected.needs[func], self._number, self._layer)
+        facts = op.need.facts
         self.make_room_for(op)
         if op.written:
-            self.keep_what_reads(op.written)
+            self.writes.keep_what_reads(op.written)
         if op.backward or self._pauses:
             return op
         self.releaser.num_ops = self._number
@@ -469,7 +437,7 @@ class OnlineTape(HookedMode):
                 for tensor in (result,) if type(result) is torch.Tensor else tensors_in(result):
                     if (value := value_of_storage(storage_of(tensor), self._run)) is not None:
                         assignments.add_view(tensor, value, written=False)
-            self._positions[-1] += 1
+            self.calls.note_op()
             self._sequence = hash((self._sequence, id(need), 0))
         except Exception as error:
             self.give_up(error)
@@ -569,7 +537,7 @@ class OnlineTape(HookedMode):
             self._seen_backward.note_op(size)
         if self.live.now + size > self.live.peak:
             self.live.peak = self.live.now + size
-            where = "backward" if graph_task() != -1 else (self._paths[-1] if self._paths else "") or "the model"
+            where = "backward" if graph_task() != -1 else self.calls.path or "the model"
             self._peak_op = self.live.peak, size, f"{packet_name(func)} in {where}"
 
     @property
@@ -611,15 +579,15 @@ class OnlineTape(HookedMode):
                 assignments.add_view(tensor, value, written=bool(op.written))
         self.learn_size(op, made_bytes)
         if self._seen_backward is not None:
-            if not op.backward or any(map(self._may_be_read_by_recipes, op.written)):
+            if not op.backward or any(map(self.writes.may_be_read, op.written)):
                 self._seen_backward.keep_mode()
             self._seen_backward.note_op(max(0, op.room_bytes - made_bytes))
         if not in_forward:
             return
-        self._positions[-1] += 1
+        self.calls.note_op()
         self._sequence = hash((self._sequence, id(op.need), made_bytes))
         if op.written:
-            self._note_write(op, seconds)
+            self.writes.note(op, seconds)
         elif made:
             self._leave_recipe(op, made)
             if self._number % _OPS_BETWEEN_PROOFS == 0:  # long layers, and what runs in none
@@ -644,11 +612,15 @@ class OnlineTape(HookedMode):
                 value.why_kept = why or op.unreadable
             return
         if self._windows is None:
-            recipe.place = self.live.module, self._positions[-1]
+            recipe.place = self.calls.place
         recipe.take_outputs(made, expected=self._expected, key=op.key)
         for _, value in made:
             value.recipe, value.why_kept = recipe, why
-        self.note_outside_reads(recipe)
+        self.writes.outside.note(recipe)
+
+    def note_written_unseen(self, tensor: torch.Tensor) -> None:
+        """A kernel has written ``tensor``, which no version shows."""
+        self.writes.end_value(tensor, tensor._version, self._number, self._layer)
 
     def _look_at_foreign(self, op: ForeignOp) -> str:
         """An operator of others has run. Returns why what it made is saved; "" if it need not be."""
@@ -656,109 +628,6 @@ class OnlineTape(HookedMode):
         for tensor in written:
             self.note_written_unseen(tensor)
         return why
-
-    def _may_be_read_by_recipes(self, tensor: torch.Tensor) -> bool:
-        storage = storage_of(tensor)
-        value = value_of_storage(storage, self._run)
-        if value is not None:
-            return value.recipe is not None or value.num_reads > 0
-        return storage is not None and storage in self._outside_reads
-
-    def _note_write(self, op: RunningOp, seconds: float) -> None:
-        """In-place: completes an output that nothing has read, or ends what the storage held."""
-        for tensor in op.written:
-            value = value_of_storage(storage_of(tensor), self._run)
-            # The counter moves when this call has returned.
-            version = tensor._version + 1
-            if value is None or len(op.written) > 1 or not self._complete(op, value, version, seconds):
-                self._note_written(tensor, version)
-
-    def note_written_unseen(self, tensor: torch.Tensor) -> None:
-        """A kernel has written ``tensor``, which no version shows."""
-        self._note_written(tensor, tensor._version)
-
-    def _note_written(self, tensor: torch.Tensor, version: int) -> None:
-        """What its storage held has ended; the next value has ``version``."""
-        storage = storage_of(tensor)
-        value = value_of_storage(storage, self._run)
-        if storage is None:
-            return
-        if value is None:
-            self._outside_reads.note_written(storage)
-            return
-        value.overwritten, value.why_kept = True, "was written in place"
-        if value.tensor is not None and not value.is_needed:
-            self._holdings.let_go(value)
-        storage.__dict__[MARK] = replaced = StoredValue(storage, self._number, version, self._layer, self._run)
-        replaced.why_kept = "was written in place"
-
-    def note_outside_reads(self, recipe: Recipe) -> None:
-        """See ``OutsideReads``."""
-        self._outside_reads.note(recipe)
-
-    def _complete(self, op: RunningOp, value: StoredValue, version: int, seconds: float) -> bool:
-        """Whether the in-place op became part of the recipe that makes ``value``."""
-        recipe = value.recipe
-        if recipe is None or value.num_reads or value.is_needed or value.version != version - 1:
-            return False
-        if value.why_kept and value.why_kept != UNINITIALISED:
-            return False
-        if value.windows != self.windows_around:  # what completes it reads what is made elsewhere
-            return False
-        func, args, kwargs = op.func, op.args, op.kwargs
-        if why_not_replayed(func, args, kwargs) not in ("", WRITES):
-            return False
-        fills = packet_name(func) in OVERWRITERS and fills_its_storage(args[0])
-        if value.why_kept and not fills:
-            return False
-        alone = len(recipe.outputs) == 1
-        read_before = len(recipe.inputs)
-        position = next(n for n, reference in recipe.outputs if reference() is value)
-        try:
-            recipe.complete(func, args, kwargs, with_autocast(op.rng) if may_run_others(func) else op.rng, position)
-        except UnreadableError:
-            return False
-        later = any(i.number > value.number for i in recipe.inputs[read_before:])
-        if later and not alone:  # the other outputs are read in between
-            value.why_kept = "was completed from what came later"
-        if alone:
-            value.number = self._number
-        if fills:
-            value.why_kept = ""
-        value.cost_s += seconds
-        value.version = version
-        self.note_outside_reads(recipe)
-        return True
-
-    def keep_what_reads(self, targets: list[torch.Tensor]) -> None:
-        """``targets`` are about to be written: what was released and is made from them is made again first.
-
-        What cannot be before its window opens is made from a copy.
-        """
-        released = self._holdings.released
-        if not released:
-            return
-        for tensor in targets:
-            storage = storage_of(tensor)
-            if storage is None:
-                continue
-            value = value_of_storage(storage, self._run)
-            if not (value.readers_released if value is not None else storage in self._outside_reads):
-                continue
-            copied: torch.UntypedStorage | None = None
-            with self.releaser.releasing_nothing():
-                for other in list(released.values()):
-                    if other.tensor is not None or not (readers := _readers_of(other, value, storage)):
-                        continue
-                    if not is_closed(other):
-                        self.releaser.remake(other)
-                    elif value is None:
-                        copied = copied or copy_before_write(None, storage)
-                        self._outside_reads.let_read(readers, storage, copied)
-                    elif copied is None:
-                        copied = copy_before_write(value, storage)
-            if copied is not None:
-                self.live.add(copied)
 
     def note_reads_of_op(
         self, tensors: Iterable[torch.Tensor], written: Iterable[torch.Tensor] = ()
@@ -780,21 +649,6 @@ class OnlineTape(HookedMode):
                 if value.windows:
                     self.note_crossing(value)
         return found
-
-    @contextmanager
-    def expecting_writes(self, targets: list[torch.Tensor]) -> Iterator[None]:
-        """Inside, ``targets`` may be written unseen: what is made from them is there, and stays."""
-        self.keep_what_reads(targets)
-        storages = [storage for t in targets if (storage := storage_of(t)) is not None]
-        read = [(value_of_storage(storage, self._run), storage) for storage in storages]
-        outer = self.releaser.must_stay
-        self.releaser.must_stay = lambda value: (
-            any(_readers_of(value, *r) for r in read) or (outer is not None and outer(value))
-        )
-        try:
-            yield
-        finally:
-            self.releaser.must_stay = outer
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = storage_of(tensor)
@@ -913,11 +767,3 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
         return torch._neg_view(tensor) if tensor.is_neg() else tensor
     finally:
         exclude_key(DispatchKey.Python, before)
-
-
-def _readers_of(value: StoredValue, read: StoredValue | None, storage: torch.UntypedStorage) -> list[Recipe]:
-    """Those of the recipes of ``value`` that read ``read``; or, where that is None, ``storage`` from outside."""
-    recipes = [part.recipe for part in chain_of([value], later=True) or () if part.recipe is not None]
-    if read is not None:
-        return [recipe for recipe in recipes if any(i is read for i in recipe.inputs)]
-    return [recipe for recipe in recipes if recipe.reads_outside(storage)]

@@ -98,13 +98,6 @@ class Releaser:
         self.busy = False
         self._still = False
 
-    def forget_step(self) -> None:
-        """A new step begins: ids of values may come again."""
-        self._blocked.clear()
-        self._short.clear()
-        self._idle_until, self.aside_bytes = 0.0, 0
-        self.thrashing, self.num_replayed, self.num_ops = False, 0, 0
-
     @contextmanager
     def releasing_nothing(self) -> Iterator[None]:
         """Inside, no room is made: what is made again there must stay."""

@@ -14,6 +14,7 @@ class RunningOp:
     """What is known of it before it runs.
 
     Attributes:
+        number: Of the step's ops. ``layer``: the layer's call in which it runs.
         backward: It runs in the step's backward.
         inputs: The tensors among its arguments. ``read_bytes``: of those that are no keywords.
         written: Those that it writes.
@@ -24,12 +25,13 @@ class RunningOp:
     """
 
     __slots__ = (
-        "args", "backward", "foreign", "func", "inputs", "key", "kwargs", "need", "read_bytes", "recipe", "rng",
-        "room_bytes", "unreadable", "written",
+        "args", "backward", "foreign", "func", "inputs", "key", "kwargs", "layer", "need", "number", "read_bytes",
+        "recipe", "rng", "room_bytes", "unreadable", "written",
     )  # fmt: skip
 
-    def __init__(self, func: Any, args: tuple, kwargs: dict, need: Need) -> None:
+    def __init__(self, func: Any, args: tuple, kwargs: dict, need: Need, number: int, layer: int) -> None:
         self.func, self.args, self.kwargs, self.need = func, args, kwargs, need
+        self.number, self.layer = number, layer
         self.backward = in_last_backward()
         self.inputs = tensors_of(args)
         self.written = written_tensors(func, args, kwargs) if need.facts.writes else []
