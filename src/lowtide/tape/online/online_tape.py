@@ -339,9 +339,9 @@ class OnlineTape(HookedMode):
         """Make room, run ``func`` with ``around`` open, leave a recipe. No error of the bookkeeping gets out."""
         if self.releaser.device is not None and self._number % _OPS_BETWEEN_LOOKS == 0 and self._is_nearly_full():
             self.releaser.aside_bytes = self._unsplit_bytes()
+        need, inputs, in_backward = self._expected.needs[func], tensors_of(args), in_last_backward()
         if around is NOTHING and self.running_call is None:
-            need, inputs = self._expected.needs[func], tensors_of(args)
-            if not in_last_backward():
+            if not in_backward:
                 if need.facts.is_view:
                     return self._run_view(need, inputs, func, args, kwargs)
             elif not need.asks:
@@ -350,7 +350,7 @@ class OnlineTape(HookedMode):
                     return self._run_counted(need, inputs, read_bytes, func, args, kwargs)
         op = None
         try:
-            op = self._begin(func, args, kwargs)
+            op = self._begin(RunningOp(func, args, kwargs, need, inputs, in_backward=in_backward))
         except DataAssignedError:  # whatever came of it would be wrong
             raise
         except Exception as error:  # nothing of ours may end the step
@@ -372,11 +372,11 @@ class OnlineTape(HookedMode):
                 self.give_up(error)
         return result
 
-    def _begin(self, func: Any, args: tuple, kwargs: dict) -> RunningOp:
-        """Before ``func`` runs: room is made for it, and what it reads is named, since it may write that."""
+    def _begin(self, op: RunningOp) -> RunningOp:
+        """Before ``op`` runs: room is made for it, and what it reads is named, since it may write that."""
         self._number += 1
-        op = RunningOp(func, args, kwargs, self._expected.needs[func], self._number, self._layer)
-        facts = op.need.facts
+        op.number, op.layer = self._number, self._layer
+        func, args, kwargs, facts = op.func, op.args, op.kwargs, op.need.facts
         self.make_room_for(op)
         if op.written:
             self.writes.keep_what_reads(op.written)
@@ -456,7 +456,8 @@ class OnlineTape(HookedMode):
             let_go_of_frames(error)
             result = _OUT_OF_MEMORY
         if result is _OUT_OF_MEMORY:
-            return self._run_with_room(func, args, kwargs, self._begin(func, args, kwargs))
+            op = self._begin(RunningOp(func, args, kwargs, need, inputs, in_backward=True))
+            return self._run_with_room(func, args, kwargs, op)
         try:
             before = self.live.now
             for tensor in (result,) if type(result) is torch.Tensor else tensors_in(result):

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from lowtide.step.backward_entry import in_last_backward
+import torch
+
 from lowtide.step.execution_state import GeneratorState
-from lowtide.step.operators import tensors_of, written_tensors
+from lowtide.step.operators import written_tensors
 from lowtide.tape.online.foreign_ops import ForeignOp
 from lowtide.tape.online.online_values import Recipe
 from lowtide.tape.online.room import Key, Need
@@ -29,11 +30,12 @@ class RunningOp:
         "recipe", "rng", "room_bytes", "unreadable", "written",
     )  # fmt: skip
 
-    def __init__(self, func: Any, args: tuple, kwargs: dict, need: Need, number: int, layer: int) -> None:
+    def __init__(
+        self, func: Any, args: tuple, kwargs: dict, need: Need, inputs: list[torch.Tensor], *, in_backward: bool
+    ) -> None:
         self.func, self.args, self.kwargs, self.need = func, args, kwargs, need
-        self.number, self.layer = number, layer
-        self.backward = in_last_backward()
-        self.inputs = tensors_of(args)
+        self.inputs, self.backward = inputs, in_backward
+        self.number = self.layer = 0
         self.written = written_tensors(func, args, kwargs) if need.facts.writes else []
         self.key: Key | None = None
         self.read_bytes = self.room_bytes = 0
