@@ -19,11 +19,14 @@ from typing import Any
 
 import torch
 
+from lowtide.compiled import collectives
 from lowtide.compiled.sizes import FIXED, Sizes
 from lowtide.device.block_size import in_blocks
 from lowtide.device.names import is_accelerator
 from lowtide.errors import LowtideError
 from lowtide.measurement.op_inputs import span
+
+OPAQUE = "an object without memory, as a mesh of ranks is"
 
 
 class UnreadableCodeError(LowtideError):
@@ -53,12 +56,12 @@ class InputMemory:
     """A graph input, and the memory that goes when the function lets go of it.
 
     Attributes:
-        spec: A number for a size; None for any other number.
+        spec: A number for a size; None for any other number; ``OPAQUE`` for what has no memory.
         block: Which memory it lies in; inputs with the same one share it.
         bytes: Of that memory; 0 where something else holds it.
     """
 
-    spec: BufferSpec | int | None
+    spec: BufferSpec | int | str | None
     block: object
     bytes: int = 0
 
@@ -274,7 +277,9 @@ class _Reader:
 
     def operator(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An operator that allocates its own results, or writes into ``out``."""
-        extra = self._workspace(target, args, kwargs)
+        if collectives.returns_its_input(target):
+            return args[0]
+        extra = 0 if collectives.name_of(target) else self._workspace(target, args, kwargs)
         if "out" in kwargs:
             self.counter.passing(extra)
             return kwargs["out"]
@@ -325,7 +330,7 @@ def read_code(
         given = inputs[name]
         if given.spec is None:
             raise UnreadableCodeError(f"generated code takes the number {name!r}, which is no size.")
-        if isinstance(given.spec, int):
+        if isinstance(given.spec, int | str):
             args.append(given.spec)
             continue
         if given.block not in blocks:

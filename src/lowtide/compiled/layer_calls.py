@@ -74,13 +74,13 @@ class LayerShape:
         self.known = KnownVariants(captured.key)
         known = self.known.variants
         self.variants: dict[str, Variant] = {PLAIN: plain, AGAIN: captured.run_again(AGAIN)}
-        if whole or LEAST not in known:
+        if whole or captured.sends or LEAST not in known:
             if other is not None:
                 saved = saving(captured.layer, other.variants[LEAST].saved.names or ())
             else:
                 saved = known[LEAST].saved if LEAST in known else (least_peak if whole else least)(captured.layer)
             # Layer by layer the first step runs the plain code again, which needs no kernels more.
-            self.variants[LEAST] = captured.variant(LEAST, saved, kernels=whole)
+            self.variants[LEAST] = captured.variant(LEAST, saved, kernels=whole or captured.sends)
         for name, found in known.items():
             if name in self.variants:
                 self.variants[name].step_ms = found.step_ms
@@ -91,9 +91,11 @@ class LayerShape:
         if whole and not self.known.searched:
             self._read_ahead()
         # A whole graph that runs again peaks like the plain one: that is for where the leanest has other bits.
-        again, first = self.variants[AGAIN], self.variants[LEAST if whole else AGAIN]
+        again, first = self.variants[AGAIN], self.variants[LEAST if whole or captured.sends else AGAIN]
         (first.refused,) = why_not_equal(captured, [first], plain)
-        if whole and first.refused:
+        if captured.sends:
+            again.refused = "it would send between ranks again"
+        elif whole and first.refused:
             (again.refused,) = why_not_equal(captured, [again], plain)
         elif whole:
             again.run = None
