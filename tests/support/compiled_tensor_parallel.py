@@ -18,6 +18,11 @@ STYLES = {
 def training(rank, style, budget="60%"):
     """Three steps of layers that PyTorch compiles, and of the same layers under a plan."""
     torch.set_num_threads(1)
+    device = torch.get_default_device()
+    if device.type == "cuda":
+        from cuda_standin import compiled_values
+
+        compiled_values.install()
     plain = made()
     for layer in plain.layers:
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
@@ -31,7 +36,7 @@ def training(rank, style, budget="60%"):
     found = [step(compiled, model)]
     assert compiled.plan is not None, compiled.reason
     found += [step(compiled, model) for _ in range(2)]
-    peak = min(peak_bytes(lambda: step(compiled, model)) for _ in range(3))
+    peak = min(peak_bytes(lambda: step(compiled, model), device) for _ in range(3))
     found.append(evaluated(compiled))
     plan = compiled.plan
     return {
@@ -50,7 +55,8 @@ def made():
 
 
 def ids():
-    return torch.randint(0, 60, (8, 64), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(0, 60, (8, 64), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def evaluated(run):

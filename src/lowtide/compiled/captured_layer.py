@@ -14,7 +14,6 @@ import torch
 from torch import fx, nn
 from torch._guards import TracingContext, tracing
 from torch._library.fake_class_registry import FakeScriptObject
-from torch._library.opaque_object import is_opaque_value
 
 from lowtide.compiled import collectives, op_rates
 from lowtide.compiled.ambient import Ambient
@@ -476,7 +475,7 @@ def _spec(value: Any, sizes: Sizes) -> BufferSpec | int | str | None:
 
 def _is_opaque(value: object) -> bool:
     """Whether it is an object that graphs only hand on, as the mesh of a DTensor."""
-    return isinstance(value, FakeScriptObject) or is_opaque_value(value)
+    return isinstance(value, FakeScriptObject)
 
 
 def _results(gm: fx.GraphModule) -> int:

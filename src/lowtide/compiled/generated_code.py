@@ -12,6 +12,7 @@ Known weakness: the spelling of the code is no interface of PyTorch's. A name th
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -252,8 +253,11 @@ class _Reader:
         from torch._inductor.select_algorithm import extern_kernels
 
         operators = {name: getattr(torch.ops, name) for name in ("aten", "prims", "inductor")}
+        # Among the global names: those that are missing there are never looked for among the built-in ones.
+        numbers = {name: getattr(builtins, name) for name in ("len", "int", "float", "max", "min", "abs", "range")}
         return _Names(
-            __builtins__={name: getattr(builtins, name) for name in ("len", "int", "float", "max", "min", "range")},
+            __builtins__={},
+            **numbers,
             torch=_Torch(self),
             empty_strided_cpu=self._empty,
             empty_strided_cuda=self._empty,
@@ -263,6 +267,7 @@ class _Reader:
             get_raw_stream=lambda index: 0,
             device=lambda *args, **kwargs: torch.device("meta"),
             extern_kernels=_Operators(self, extern_kernels, "extern_kernels"),
+            math=math,  # of sizes
             inf=float("inf"),
             nan=float("nan"),
             **{name: _Operators(self, found, name) for name, found in operators.items()},
