@@ -113,6 +113,7 @@ COMPILED = Feature(
     read=(
         "torch._functorch.partitioners", "torch._functorch.config", "torch._guards", "torch._inductor", "torch._dynamo",
         "torch.fx.experimental._config", "torch._functorch._aot_autograd",
+        "torch._library.fake_class_registry.FakeScriptObject",
         "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals",
     ),
     attributes=("_codegen", "_input_metadata", "_saved_result", "_use_count", "_schema", "_update_version_counter"),

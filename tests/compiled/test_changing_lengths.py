@@ -6,7 +6,7 @@ from support.compiled_layers import decoder, equal, step_of
 from torch import nn
 
 import lowtide
-from lowtide.compiled import captured_layer, layer_calls
+from lowtide.compiled import captured_layer, layer_calls, samples
 from lowtide.compiled.compiled_model import _many_shapes
 from lowtide.compiled.generated_code import UnreadableCodeError
 from lowtide.compiled.input_shapes import InputShapes, shapes_of
@@ -186,5 +186,5 @@ def test_conditions_that_dynamo_no_longer_checks_belong_to_all_that_is_compiled_
 
 def test_a_sample_has_the_strides_of_the_input():
     part = torch.arange(48).reshape(4, 12)[:, :8]
-    made = captured_layer._Sample.of(part).tensor()
+    made = samples.Sample.of(part).tensor()
     assert made.stride() == part.stride() and torch.equal(made, part)

@@ -49,6 +49,19 @@ def test_a_buffer_that_another_takes_over_counts_once():
     assert memory.peak_bytes == memory.end_bytes == 1024
 
 
+def test_sizes_are_computed_as_python_does():
+    """Where sizes change, code computes them, and kernels' grids from them."""
+    memory = read(
+        [
+            "xnumel = max(1, math.ceil(256 / 3)) * min(4, abs(-8))",
+            "buf0 = empty_strided_cpu((int(xnumel), ), (1, ), torch.float32)",
+            "return (buf0, )",
+        ]
+    )
+
+    assert memory.peak_bytes == 86 * 4 * 4
+
+
 def test_an_accelerators_buffers_are_blocks_and_its_kernels_are_run():
     body = [
         "with torch.xpu._DeviceGuard(0):",

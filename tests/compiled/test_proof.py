@@ -31,7 +31,8 @@ def variant(name, clock, seconds):
 
 
 def measurable():
-    return SimpleNamespace(ambient=SimpleNamespace(entered=nullcontext), device=CPU, sample_inputs=list)
+    ambient = SimpleNamespace(entered=nullcontext)
+    return SimpleNamespace(ambient=ambient, alone=nullcontext, device=CPU, sample_inputs=list)
 
 
 def test_cold_runs_of_a_small_layer_leave_time_for_warm_ones(clock):

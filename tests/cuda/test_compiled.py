@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import compiled_sharded
+from support import compiled_sharded, compiled_tensor_parallel
 from support.ranks import on_every_rank
 from torch import nn
 
@@ -18,8 +18,8 @@ from lowtide.compiled.compiled_model import check_devices
 TESTS = Path(__file__).parents[1]
 
 
-def lines_of(tmp_path, *arguments, grow=True):
-    """What ``support/compiled_on_cuda.py`` prints, in a process whose stand-in has two devices."""
+def lines_of(tmp_path, *arguments, grow=True, script="compiled_on_cuda.py"):
+    """What a script of ``support`` prints, in a process whose stand-in has two devices."""
     pytest.importorskip("cuda_standin", reason="cuda_standin is not here: make test-cuda")
     environment = os.environ | {
         "STANDIN_DEVICES": "2", "PYTORCH_ALLOC_CONF": f"expandable_segments:{grow}",
@@ -27,7 +27,7 @@ def lines_of(tmp_path, *arguments, grow=True):
         "LOWTIDE_CACHE_DIR": str(tmp_path / "lowtide"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
         "TRITON_CACHE_DIR": str(tmp_path / "triton"),
     }  # fmt: skip
-    command = [sys.executable, str(TESTS / "support" / "compiled_on_cuda.py"), *arguments]
+    command = [sys.executable, str(TESTS / "support" / script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -43,6 +43,20 @@ def test_predicted_peaks_are_counted_and_bits_equal(tmp_path, dtype, how):
         assert line["counted_bytes"] == pytest.approx(line["predicted_bytes"], rel=1e-3), line
         assert line["equal"], line
     assert lines[1]["counted_bytes"] <= 0.6 * lines[1]["plain_bytes"] < lines[0]["counted_bytes"], lines
+
+
+@pytest.mark.slow
+def test_one_plan_serves_eight_lengths_within_its_budget(tmp_path):
+    lengths = 256, 250, 200, 129, 128, 64, 33, 7
+    lines = lines_of(tmp_path, "60%", *map(str, lengths), script="lengths_on_cuda.py")
+
+    assert [line["length"] for line in lines] == list(lengths)
+    for line in lines:
+        assert line["equal"] and line["plans"] == 1 and line["reason"] == "", line
+        assert line["variants"] == lines[0]["variants"] != ["plain"], line
+    assert lines[0]["counted_bytes"] == pytest.approx(lines[0]["predicted_bytes"], rel=1e-3)
+    counted = [line["counted_bytes"] for line in lines]
+    assert counted == sorted(counted, reverse=True) and counted[0] <= 0.6 * lines[0]["plain_bytes"]
 
 
 @pytest.mark.slow
@@ -64,6 +78,22 @@ def test_sharded_layers_of_two_ranks_are_planned_inside_and_gather_no_more(monke
         assert told["found"] == told["expected"], "losses, gradients and collectives"
         assert set(told["plan"].values()) != {"plain"} and told["reason"] == ""
         assert told["measured"] == pytest.approx(told["predicted"], rel=1e-3) and told["predicted"] <= told["budget"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this PyTorch has no CUDA device: see make test-cuda")
+@pytest.mark.parametrize("style", ["columns and rows", "sequences"])
+def test_layers_split_over_two_ranks_are_planned_inside_and_send_no_more(monkeypatch, style):
+    monkeypatch.setenv("STANDIN_DEVICES", "2")
+    with torch.device("cuda"):
+        found = on_every_rank(compiled_tensor_parallel.training, style)
+    for told in found:
+        assert told["found"] == told["expected"], "losses, gradients, an evaluation and how often something was sent"
+        assert set(told["plan"].values()) != {"plain"} and told["reason"] == ""
+        assert told["predicted"] <= told["budget"]
+        # The margin: an input of all layers goes with the first of them, and each one's code counts it as gone.
+        exact = 1e-3 * told["predicted"]
+        assert -exact <= told["predicted"] - told["measured"] <= told["margin"] + exact
 
 
 class Layer(nn.Module):

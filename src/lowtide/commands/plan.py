@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     from lowtide.foresight.forecast_json import as_json
     from lowtide.foresight.forecaster import Forecaster
     from lowtide.foresight.named_subjects import subject_named
+    from lowtide.reports.worse import told
 
     setup, budget = _setup(args), _budget(args.budget)
     if setup.selective_op and budget not in (None, "auto"):
@@ -131,7 +132,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     if committed is not None:
         worse = check.compare(committed, body, args.tolerance)
         body["check"] = {"tolerance": args.tolerance, "worse": [one.as_json() for one in worse]}
-        text += "\n" + check.text(worse, args.check, args.tolerance)
+        text += "\n" + told(worse, args.check, args.tolerance)
         code = 1 if worse else 0
         body["status"] = "finding" if worse else "ok"
     if args.save is not None:

@@ -23,6 +23,7 @@ examples:
   lowtide report plan.json --graph graph.json --costs costs.json --html report.html --frontier
   lowtide report plan.json --by layer tensor
   lowtide report --compare before.json after.json --html difference.html
+  lowtide report plan.json --check committed.json --tolerance 0.02
 """
 
 
@@ -34,6 +35,10 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--compare", metavar=("A.json", "B.json"), type=Path, nargs=2, help="two plans side by side")
     parser.add_argument("--graph", metavar="GRAPH.json", type=Path, help="the traced step: memory over time")
     parser.add_argument("--costs", metavar="COSTS.json", type=Path, help="its op times")
+    parser.add_argument(
+        "--check", metavar="COMMITTED.json", type=Path, help="exit 1 if peak or time of PLAN.json got worse than there"
+    )
+    parser.add_argument("--tolerance", type=float, default=0.02, help="of --check: by more than this part (0.02)")
     groups = ("module", "layer", "operator", "tensor")
     by = "what the text groups decisions by (default: module operator)"
     parser.add_argument("--by", nargs="+", choices=groups, default=("module", "operator"), help=by)
@@ -55,6 +60,7 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     from lowtide.graph import json_format
     from lowtide.reports.summary import summary
     from lowtide.reports.terminal import fit_report
+    from lowtide.reports.worse import told, worse_than
 
     check_folders(args.html, args.plot, args.frontier)
     if args.compare:
@@ -62,6 +68,9 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     if args.plan is None:
         raise BadUsageError("report needs a plan: lowtide report PLAN.json, or lowtide report --compare A.json B.json")
     plan = _plan(args.plan)
+    if not 0 <= args.tolerance < 10:
+        raise BadUsageError(f"--tolerance {args.tolerance} is no part. Pass 0.02 for 2 %.")
+    worse = None if args.check is None else worse_than(_plan(args.check), plan, args.tolerance)
     graph = args.graph and read(args.graph, json_format.load, "a graph", "--save-graph GRAPH.json")
     if args.plot and graph is None:
         raise BadUsageError(
@@ -77,13 +86,18 @@ def run(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     front = _front(args.frontier, graph, costs) if args.frontier else None
     draw(args, plan, graph, None, costs, front)
     body = {"status": "ok", **summary(plan, graph=graph), **({} if front is None else front.as_json())}
-    return 0, fit_report(plan, graph, by=args.by), body
+    text = fit_report(plan, graph, by=args.by)
+    if worse is None:
+        return 0, text, body
+    body["status"] = "finding" if worse else "ok"
+    body["check"] = {"tolerance": args.tolerance, "worse": [one.as_json() for one in worse]}
+    return int(bool(worse)), f"{text}\n{told(worse, args.check, args.tolerance)}", body
 
 
 def _compare(args: argparse.Namespace) -> tuple[int, str, dict[str, Any]]:
     from lowtide.reports.comparison import Comparison
 
-    if args.plan is not None or args.graph or args.plot or args.frontier:
+    if args.plan is not None or args.graph or args.plot or args.frontier or args.check:
         raise BadUsageError(
             "--compare takes two plans and --html, nothing else: lowtide report --compare A.json B.json"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,16 +13,25 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._guards import TracingContext, tracing
+from torch._library.fake_class_registry import FakeScriptObject
 
-from lowtide.compiled import op_rates
+from lowtide.compiled import collectives, op_rates
 from lowtide.compiled.ambient import Ambient
-from lowtide.compiled.generated_code import BufferSpec, InputMemory, UnreadableCodeError, VariantMemory, read_code
+from lowtide.compiled.generated_code import (
+    OPAQUE,
+    BufferSpec,
+    InputMemory,
+    UnreadableCodeError,
+    VariantMemory,
+    read_code,
+)
 from lowtide.compiled.joint_nodes import JointNodes, is_size
 from lowtide.compiled.joint_trace import JointTrace
 from lowtide.compiled.kernels_later import KernelsLater
 from lowtide.compiled.known_variants import layer_digest
 from lowtide.compiled.layer_graph import LayerGraph, layer_graph
 from lowtide.compiled.partitioner import PlannedPartitioner, draws
+from lowtide.compiled.samples import Sample, num_parts, part_of
 from lowtide.compiled.saved_sets import SavedSet
 from lowtide.compiled.sizes import Sizes
 from lowtide.compiled.whole_rerun import storing_inputs_only
@@ -72,12 +81,14 @@ class _Lowered:
 
     Attributes:
         placeholders: By name, what the graph was traced with.
+        sent: What it sends, in order.
     """
 
     placeholders: dict[str, Any]
     source: str
     backward: bool
     results: int
+    sent: tuple[str, ...]
 
 
 @dataclass
@@ -113,6 +124,7 @@ class _Graph:
     trace: JointTrace = field(default_factory=JointTrace)
     nodes: JointNodes | None = None
     draws: bool = False
+    sends: bool = False
     key: str = ""
     num_outputs: int = 0
     num_checked: int = -1
@@ -136,19 +148,25 @@ class CapturedLayer:
         context = TracingContext.try_get()
         assert context is not None, "Dynamo calls a backend while it traces"
         self._graph, self._context = graph, context
-        _check_sends_nothing(inputs)
         self.device = device_of(inputs)
         self.ambient = Ambient.now(self.device.type)
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
         self._fakes = [n.meta.get("example_value", given) for n, given in zip(placeholders, inputs, strict=True)]
         self._symbols = {i: f.node.expr for i, f in enumerate(self._fakes) if isinstance(f, torch.SymInt) and dynamic}
-        if any(not isinstance(f, torch.Tensor) for i, f in enumerate(self._fakes) if i not in self._symbols):
+        self._objects = {i: t for i, (f, t) in enumerate(zip(self._fakes, inputs, strict=True)) if _is_opaque(f)}
+        known = self._symbols.keys() | self._objects.keys()
+        if any(not isinstance(f, torch.Tensor) for i, f in enumerate(self._fakes) if i not in known):
             raise UnsupportedModelError(
                 "a compiled layer takes a number that changes between calls. lowtide.compile plans fixed sizes, and "
                 "with dynamic=True sizes that change: pad the batches to a few lengths, or pass dynamic=True."
             )
+        if self._symbols and any(is_of_ranks(t) for t in inputs if isinstance(t, torch.Tensor)):
+            raise UnsupportedModelError(
+                "a compiled layer takes DTensors, as under tensor parallelism, and sizes that change. dynamic=True is "
+                "not offered there: pad the batches to a few lengths and leave it out."
+            )
         self.parameters = {i: t for i, t in enumerate(inputs) if isinstance(t, nn.Parameter)}
-        self._parameter_specs = {i: BufferSpec.of(t) for i, t in self.parameters.items()}
+        self._parameter_samples = {i: Sample.of(t, values=False) for i, t in self.parameters.items()}
         self._settings = (str(self.device), device_name(self.device), self.ambient, round_as_eager, _settings())
         self._code = _Graph()
         self._take([t.node.hint if isinstance(t, torch.SymInt) else t for t in inputs])
@@ -156,7 +174,8 @@ class CapturedLayer:
     def _take(self, inputs: Sequence[Any]) -> None:
         """Be for calls like the one with these inputs."""
         self.sizes = Sizes(tuple(self._symbols.values()), self.numbers_of(inputs))
-        self._others = {i: _Sample.of(t) for i, t in enumerate(inputs) if i not in {*self.parameters, *self._symbols}}
+        others = (i for i in range(len(inputs)) if i not in {*self.parameters, *self._symbols, *self._objects})
+        self._others = {i: Sample.of(inputs[i]) for i in others}
         self.layer: LayerGraph | None = None
 
     def at(self, inputs: Sequence[Any]) -> CapturedLayer:
@@ -173,6 +192,15 @@ class CapturedLayer:
     def draws(self) -> bool:
         """It takes numbers from a generator."""
         return self._code.draws
+
+    @property
+    def sends(self) -> bool:
+        """It sends between ranks."""
+        return self._code.sends
+
+    def alone(self) -> AbstractContextManager[Any]:
+        """Inside, nothing is sent."""
+        return collectives.Alone() if self.sends else nullcontext()
 
     @property
     def plain_names(self) -> tuple[str, ...]:
@@ -201,10 +229,12 @@ class CapturedLayer:
             found = self.parameters.get(i)
             if i in numbers:
                 made.append(numbers[i])
+            elif i in self._objects:
+                made.append(self._objects[i])
             elif found is None:
                 made.append(self._others[i].tensor())
-            elif found.untyped_storage().size() < self._parameter_specs[i].bytes:
-                made.append(_random(self._parameter_specs[i], found.device, found.requires_grad))
+            elif part_of(found).untyped_storage().size() < self._parameter_samples[i].spec.bytes:
+                made.append(self._parameter_samples[i].tensor())
             else:
                 made.append(found)
         return made
@@ -266,6 +296,8 @@ class CapturedLayer:
                 code.nodes = JointNodes(graph, info.is_required_fw, num_outputs, self.sizes)
                 code.num_outputs = num_outputs
                 code.draws = any(map(draws, code.nodes.nodes))
+                code.sends = bool(collectives.sent_by(graph))
+                _check_known(graph)
                 code.key = layer_digest(graph, *self._settings)
 
         later = KernelsLater()
@@ -280,7 +312,18 @@ class CapturedLayer:
                 f"a compiled layer became {len(lowered)} compiled graphs, not a forward and a backward. "
                 "Nothing in it needs a gradient, or it runs without gradients."
             )
+        if names is not None:
+            self._check_order(names, lowered)
         return _Made(run, lowered, tuple(chosen), later, tuple(conditions))
+
+    def _check_order(self, names: tuple[str, ...], lowered: Sequence[_Lowered]) -> None:
+        """Raises: UnreadableCodeError: ranks that run the plain code would wait for others than this one sends."""
+        plain = {one.backward: one.sent for one in self._code.made[None].lowered}
+        if any(one.sent != plain[one.backward] for one in lowered):
+            self._code.refused[names] = UnreadableCodeError(
+                "its code sends other values between ranks than the plain layer, or in another order."
+            )
+            raise self._code.refused[names]
 
     @contextmanager
     def _new_conditions(self) -> Iterator[list[Any]]:
@@ -341,10 +384,10 @@ class CapturedLayer:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+            placeholders, sent = _placeholders(gm), collectives.sent_by(gm.graph)
             made = compile_fx_inner(gm, example_inputs, **options)
-            lowered.append(
-                _Lowered(_placeholders(gm), made.source_code, bool(options.get("is_backward")), _results(gm))
-            )
+            backward = bool(options.get("is_backward"))
+            lowered.append(_Lowered(placeholders, made.source_code, backward, _results(gm), sent))
             return made
 
         patches: dict[str, Any] = {"allow_buffer_reuse": reuse}
@@ -372,10 +415,11 @@ class CapturedLayer:
             read_code, workspace=partial(op_rates.workspace_bytes, device=self.device), device_type=self.device.type
         )
         forward = read(ahead.source, inputs)
-        positions = {name: i for i, name in enumerate(ahead.placeholders)}
+        taken = [i for i, fake in enumerate(self._fakes) for _ in range(num_parts(fake))]
+        positions = dict(zip(ahead.placeholders, taken, strict=False))
         returned = set(forward.returned[: self._code.num_outputs])
         stored = list(forward.returned[self._code.num_outputs :])
-        sizes = [name for name, spec in specs.items() if not isinstance(spec, BufferSpec)]
+        sizes = [name for name, spec in specs.items() if not isinstance(spec, BufferSpec | str)]
         stored = [None] * len(sizes) + stored[: len(stored) - len(sizes)]  # backward takes sizes first
         held = list(specs)[: len(stored)]
         if len(forward.returned) != ahead.results:
@@ -408,34 +452,6 @@ class CapturedLayer:
         )
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """How to make an input like the one seen: random where it is of floating point, a copy of its bits elsewhere."""
-
-    spec: BufferSpec
-    requires_grad: bool
-    device: torch.device
-    copy: torch.Tensor | None  # on the host: the device's memory is the step's
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Sample:
-        kept = None if tensor.dtype.is_floating_point else tensor.detach().to("cpu", copy=True)
-        return _Sample(BufferSpec.of(tensor), tensor.requires_grad, tensor.device, kept)
-
-    def tensor(self) -> torch.Tensor:
-        if self.copy is not None:
-            made = torch.empty_strided(self.spec.size, self.spec.stride, dtype=self.spec.dtype, device=self.device)
-            return made.copy_(self.copy)
-        return _random(self.spec, self.device, self.requires_grad)
-
-
-def _random(spec: BufferSpec, device: torch.device, requires_grad: bool) -> torch.Tensor:
-    # What has no gradient may be a variance, and is positive.
-    draw = torch.randn if requires_grad else torch.rand
-    memory = draw(spec.bytes // spec.dtype.itemsize, device=device).to(spec.dtype)
-    return memory.as_strided(spec.size, spec.stride).requires_grad_(requires_grad)
-
-
 def _settings() -> tuple[str, str]:
     """Digests of the settings under which code is generated."""
     from torch._functorch import config as functorch_config
@@ -448,11 +464,18 @@ def _placeholders(gm: fx.GraphModule) -> dict[str, Any]:
     return {str(node.target): node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"}
 
 
-def _spec(value: Any, sizes: Sizes) -> BufferSpec | int | None:
+def _spec(value: Any, sizes: Sizes) -> BufferSpec | int | str | None:
     """What generated code is given for a placeholder."""
     if isinstance(value, torch.Tensor):
         return BufferSpec.of(value, sizes)
+    if _is_opaque(value):
+        return OPAQUE
     return sizes.of(value) if isinstance(value, torch.SymInt) else None
+
+
+def _is_opaque(value: object) -> bool:
+    """Whether it is an object that graphs only hand on, as the mesh of a DTensor."""
+    return isinstance(value, FakeScriptObject)
 
 
 def _results(gm: fx.GraphModule) -> int:
@@ -460,11 +483,11 @@ def _results(gm: fx.GraphModule) -> int:
     return len(returned) if isinstance(returned, (list, tuple)) else 1
 
 
-def _check_sends_nothing(inputs: Sequence[Any]) -> None:
-    if any(is_of_ranks(t) for t in inputs if isinstance(t, torch.Tensor)):
+def _check_known(graph: fx.Graph) -> None:
+    if unknown := collectives.unknown_in(graph):
         raise UnsupportedModelError(
-            "a compiled layer takes DTensors, as under tensor parallelism. Its code sends between ranks, and each rank "
-            "would choose for itself when to try a variant. Use lowtide.fit, which plans such layers."
+            f"a compiled layer sends between ranks by {unknown}, which lowtide.compile does not know. Use "
+            "lowtide.fit, which plans such layers."
         )
 
 

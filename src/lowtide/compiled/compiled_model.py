@@ -20,6 +20,7 @@ from lowtide.compiled.captured_layer import device_of
 from lowtide.compiled.choice import called
 from lowtide.compiled.compiled_plan import CompiledPlan
 from lowtide.compiled.counted_steps import CountedSteps
+from lowtide.compiled.evaluation import compiled_without_gradients
 from lowtide.compiled.input_shapes import InputShapes, shapes_of
 from lowtide.compiled.layer_calls import SEEN_BY_A_MODE, LayerCall, LayerKind, Session
 from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, is_of
@@ -159,15 +160,17 @@ class CompiledModel(nn.Module):
             forget.append(backward_entry.observe(self._softmaxes))
             allocation_counter.prepare()
         self._forget: Callable[[], Any] = lambda: [one() for one in forget]
-        kinds: dict[type, LayerKind] = {}
+        kinds: dict[type, tuple[LayerKind, Callable[..., Any]]] = {}
         self._calls: dict[str, LayerCall] = {}
         modules = dict(model.named_modules())
         how = {"round_as_eager": round_as_eager, "dynamic": dynamic}
         for name in names:
-            module = modules[name]
-            kind = kinds.setdefault(type(module), LayerKind(session, whole=name == "", **how))
-            backend = "inductor" if self._is_unchecked else kind
-            self._calls[name] = LayerCall(name, module, backend, session)
+            module, kind = modules[name], type(modules[name])
+            if kind not in kinds:
+                kinds[kind] = LayerKind(session, whole=name == "", **how), compiled_without_gradients(kind, **how)
+            planned, evaluate = kinds[kind]
+            backend = "inductor" if self._is_unchecked else planned
+            self._calls[name] = LayerCall(name, module, backend, session, evaluate)
         self._own_call = _PlannedCall(self, model._compiled_call_impl)
         model._compiled_call_impl = self._own_call
 

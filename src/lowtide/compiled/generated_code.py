@@ -12,6 +12,7 @@ Known weakness: the spelling of the code is no interface of PyTorch's. A name th
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,11 +20,14 @@ from typing import Any
 
 import torch
 
+from lowtide.compiled import collectives
 from lowtide.compiled.sizes import FIXED, Sizes
 from lowtide.device.block_size import in_blocks
 from lowtide.device.names import is_accelerator
 from lowtide.errors import LowtideError
 from lowtide.measurement.op_inputs import span
+
+OPAQUE = "an object without memory, as a mesh of ranks is"
 
 
 class UnreadableCodeError(LowtideError):
@@ -53,12 +57,12 @@ class InputMemory:
     """A graph input, and the memory that goes when the function lets go of it.
 
     Attributes:
-        spec: A number for a size; None for any other number.
+        spec: A number for a size; None for any other number; ``OPAQUE`` for what has no memory.
         block: Which memory it lies in; inputs with the same one share it.
         bytes: Of that memory; 0 where something else holds it.
     """
 
-    spec: BufferSpec | int | None
+    spec: BufferSpec | int | str | None
     block: object
     bytes: int = 0
 
@@ -249,8 +253,11 @@ class _Reader:
         from torch._inductor.select_algorithm import extern_kernels
 
         operators = {name: getattr(torch.ops, name) for name in ("aten", "prims", "inductor")}
+        # Among the global names: those that are missing there are never looked for among the built-in ones.
+        numbers = {name: getattr(builtins, name) for name in ("len", "int", "float", "max", "min", "abs", "range")}
         return _Names(
-            __builtins__={name: getattr(builtins, name) for name in ("len", "int", "float", "max", "min", "range")},
+            __builtins__={},
+            **numbers,
             torch=_Torch(self),
             empty_strided_cpu=self._empty,
             empty_strided_cuda=self._empty,
@@ -260,6 +267,7 @@ class _Reader:
             get_raw_stream=lambda index: 0,
             device=lambda *args, **kwargs: torch.device("meta"),
             extern_kernels=_Operators(self, extern_kernels, "extern_kernels"),
+            math=math,  # of sizes
             inf=float("inf"),
             nan=float("nan"),
             **{name: _Operators(self, found, name) for name, found in operators.items()},
@@ -274,7 +282,9 @@ class _Reader:
 
     def operator(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An operator that allocates its own results, or writes into ``out``."""
-        extra = self._workspace(target, args, kwargs)
+        if collectives.returns_its_input(target):
+            return args[0]
+        extra = 0 if collectives.name_of(target) else self._workspace(target, args, kwargs)
         if "out" in kwargs:
             self.counter.passing(extra)
             return kwargs["out"]
@@ -325,7 +335,7 @@ def read_code(
         given = inputs[name]
         if given.spec is None:
             raise UnreadableCodeError(f"generated code takes the number {name!r}, which is no size.")
-        if isinstance(given.spec, int):
+        if isinstance(given.spec, int | str):
             args.append(given.spec)
             continue
         if given.block not in blocks:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.compiled import collectives
 from lowtide.compiled.partitioner import draws
 from lowtide.compiled.sizes import FIXED, Sizes
 
@@ -133,6 +134,8 @@ class JointNodes:
     def _is_materialised(self, node: fx.Node) -> bool:
         if is_view(node) or is_size(node) or isinstance(node.meta.get("val"), (tuple, list)):
             return False  # the parts of several outputs are values, the whole is none
+        if collectives.sends(node):
+            return False  # what has been waited for is the value
         if is_part(node) or self.is_extern(node) or is_reduction(node) or draws(node):
             return True
         if node in self.returned_forward or node in self.returned_backward:

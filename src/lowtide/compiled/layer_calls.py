@@ -74,13 +74,13 @@ class LayerShape:
         self.known = KnownVariants(captured.key)
         known = self.known.variants
         self.variants: dict[str, Variant] = {PLAIN: plain, AGAIN: captured.run_again(AGAIN)}
-        if whole or LEAST not in known:
+        if whole or captured.sends or LEAST not in known:
             if other is not None:
                 saved = saving(captured.layer, other.variants[LEAST].saved.names or ())
             else:
                 saved = known[LEAST].saved if LEAST in known else (least_peak if whole else least)(captured.layer)
             # Layer by layer the first step runs the plain code again, which needs no kernels more.
-            self.variants[LEAST] = captured.variant(LEAST, saved, kernels=whole)
+            self.variants[LEAST] = captured.variant(LEAST, saved, kernels=whole or captured.sends)
         for name, found in known.items():
             if name in self.variants:
                 self.variants[name].step_ms = found.step_ms
@@ -91,9 +91,11 @@ class LayerShape:
         if whole and not self.known.searched:
             self._read_ahead()
         # A whole graph that runs again peaks like the plain one: that is for where the leanest has other bits.
-        again, first = self.variants[AGAIN], self.variants[LEAST if whole else AGAIN]
+        again, first = self.variants[AGAIN], self.variants[LEAST if whole or captured.sends else AGAIN]
         (first.refused,) = why_not_equal(captured, [first], plain)
-        if whole and first.refused:
+        if captured.sends:
+            again.refused = "it would send between ranks again"
+        elif whole and first.refused:
             (again.refused,) = why_not_equal(captured, [again], plain)
         elif whole:
             again.run = None
@@ -286,10 +288,20 @@ class LayerCall:
     It takes the place of the module's call, hooks included, as ``module.compile()`` does. Of a module that FSDP2
     shards, before or after, it takes the place of ``forward`` alone: gathering and sharding are hooks, which are no
     part of a graph.
+
+    Args:
+        evaluate: For calls without gradients: calls its first argument with the others, compiled.
     """
 
-    def __init__(self, name: str, module: nn.Module, backend: LayerKind | str, session: Session) -> None:
-        self._name, self._module, self._session = name, module, session
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        backend: LayerKind | str,
+        session: Session,
+        evaluate: Callable[..., Any],
+    ) -> None:
+        self._name, self._module, self._session, self._evaluate = name, module, session, evaluate
         self._is_planned = isinstance(backend, LayerKind)  # PyTorch's own backend takes parts of a layer as well
         self._backend = backend
         self._is_dynamic = isinstance(backend, LayerKind) and backend.dynamic
@@ -321,15 +333,13 @@ class LayerCall:
         if not self._is_sharded and is_sharded(self._module):
             self._take_forward()
             return self._module._call_impl(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            # Uncompiled: Dynamo counts what it compiles by code, which all layers share, and past its limit would leave
-            # later shapes of training uncompiled in silence.
-            return self._call_impl(*args, **kwargs)
         session, watch = self._session, self._session.watch
         if is_in_any_mode_without_ignore_compile_internals():
             # Dynamo leaves such a call alone, and in PyTorch 2.13 its code for good: no later step would be compiled.
-            session.seen_by_a_mode = True
+            session.seen_by_a_mode |= torch.is_grad_enabled()
             return self._call_impl(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self._evaluate(self._call_impl, *args, **kwargs)
         session.enter(self._name)
         if watch is not None:
             watch.enter_forward(self._name, batch_tensors([*args, *kwargs.values()]))

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from lowtide.compiled import op_rates
+from lowtide.compiled import collectives, op_rates
 from lowtide.compiled.joint_nodes import JointNodes, is_part, is_size, is_tangent
 from lowtide.compiled.partitioner import draws
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK, Frame, Op, StepGraph, Storage
 
-DRAWN = "drawn from a generator"
+DRAWN, SENT = "drawn from a generator", "sent by other ranks"
 _FUSED_REACH = 8  # so many ops back a backward op may join a kernel
 _LEAST_FUSED_BYTES = 4096
 
@@ -96,7 +96,7 @@ class _Converter:
         reads = [r for r in dict.fromkeys(reads) if r not in values]
         kind = "activation" if self.nodes.is_forward[head] else "backward"
         ids = tuple(range(len(self.storages), len(self.storages) + len(values)))
-        fixed = DRAWN if draws(head) or any(map(draws, fused)) else ""
+        fixed = DRAWN if draws(head) or any(map(draws, fused)) else SENT if collectives.waits(head) else ""
         for output, (storage, node) in enumerate(zip(ids, values, strict=True)):
             self.id_of[node] = storage
             self.storages.append(Storage(storage, self.nodes.bytes_of(node), kind, number, output, fixed))

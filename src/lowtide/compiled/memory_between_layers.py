@@ -25,6 +25,7 @@ from lowtide.device.names import is_accelerator
 from lowtide.measurement.allocator import measuring
 from lowtide.step import backward_entry
 from lowtide.step.node_hooks import call_around
+from lowtide.step.subclasses import plain_tensors
 
 _OWNER = "lowtide: compiled layer of"  # in a node's metadata
 
@@ -84,7 +85,7 @@ class MemoryBetweenLayers:
         return in_blocks(size, self._device.type)
 
     def enter_forward(self, layer: str, inputs: Iterable[torch.Tensor]) -> None:
-        taken = {t.untyped_storage().data_ptr() for t in inputs}
+        taken = {t.untyped_storage().data_ptr() for t in plain_tensors(*inputs)}
         self.handed_on |= {name for name, made in self._returned.items() if made <= taken}
         self._between_ends()
         self._start()
@@ -98,7 +99,7 @@ class MemoryBetweenLayers:
             self.off_bytes = max(self.off_bytes, left - memory.forward_end_bytes)
         self.moments.append(Moment(FORWARD, layer, self._live - self._stored, 0, dict(self._open)))
         outputs = [t for t in outputs if isinstance(t, torch.Tensor)]
-        self._returned[layer] = {t.untyped_storage().data_ptr() for t in outputs}
+        self._returned[layer] = {t.untyped_storage().data_ptr() for t in plain_tensors(*outputs)}
         self._live += memory.forward_end_bytes
         self._open[layer] += 1
         self._stored += memory.stored_bytes
@@ -120,7 +121,8 @@ class MemoryBetweenLayers:
             self._between_ends()
             zeros = sum(map(self._in_blocks, _zeros_bytes(node, gradients)))
             # The code frees what it is given, but the caller of backward still holds that.
-            held = sum(self._in_blocks(g.nbytes) for g in gradients if g is not None) if node in self._roots else 0
+            there = list(plain_tensors(*(g for g in gradients if g is not None)))
+            held = sum(self._in_blocks(g.nbytes) for g in there) if node in self._roots else 0
             live = self._live - self._stored + zeros + held
             self.moments.append(Moment(BACKWARD, layer, live, 0, +self._open))
             self._begun = True
@@ -131,7 +133,8 @@ class MemoryBetweenLayers:
                 return
             _, left = self._cut()
             # Only because there is this hook, the engine holds what came in until the hook returns.
-            self._held = sum(self._in_blocks(t.untyped_storage().nbytes()) for t in gradients if t is not None)
+            there = plain_tensors(*(t for t in gradients if t is not None))
+            self._held = sum(self._in_blocks(t.untyped_storage().nbytes()) for t in there)
             self.off_bytes = max(self.off_bytes, left - memory.backward_end_bytes - self._held - zeros)
             self._live += memory.backward_end_bytes + self._held + zeros
             self._open[layer] -= 1

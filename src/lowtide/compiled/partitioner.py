@@ -10,6 +10,7 @@ from torch import fx
 from torch._functorch import partitioners
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from lowtide.compiled import collectives
 from lowtide.errors import PlanMismatchError
 
 Seen = Callable[[fx.Graph, Any, list[fx.Node], int], None]
@@ -52,6 +53,7 @@ class PlannedPartitioner(CustomPartitionerFn):
             forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **options)
         if self.saved is not None:
             self._check_random(forward, backward)
+            self._check_sent(forward, backward)
         return forward, backward
 
     def _named(self, graph: fx.Graph) -> list[fx.Node]:
@@ -73,6 +75,13 @@ class PlannedPartitioner(CustomPartitionerFn):
         again = [node.name for node in backward.graph.nodes if node.name in drawn and draws(node)]
         if again:
             raise PlanMismatchError(f"backward would draw {', '.join(again)} anew. Save them.")
+
+    @staticmethod
+    def _check_sent(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        """No gather more than without a plan."""
+        again = sorted({*collectives.sent_by(forward.graph)} & {*collectives.sent_by(backward.graph)})
+        if again:
+            raise PlanMismatchError(f"backward would send {', '.join(again)} anew. Save what it gives.")
 
 
 def draws(node: fx.Node) -> bool:

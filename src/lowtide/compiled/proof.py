@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lowtide.compiled.captured_layer import CapturedLayer, Compiled, Variant
+from lowtide.compiled.samples import copy_of, part_of, random_like
 from lowtide.device import values_off
 from lowtide.device.generators import forked, state_of
 from lowtide.device.timing import calls_ms
@@ -21,7 +22,7 @@ _SEED = 0
 def why_not_equal(captured: CapturedLayer, variants: Sequence[Variant], plain: Variant) -> list[str]:
     """Run all on the same inputs and compare outputs, gradients, inputs and generator of each with those of ``plain``;
     "" where all bits agree."""
-    with forked(captured.device), captured.ambient.entered():
+    with forked(captured.device), captured.ambient.entered(), captured.alone():
         torch.manual_seed(_SEED)
         inputs = captured.sample_inputs()
 
@@ -55,7 +56,7 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
     variants = [plain, *others]
     taken: dict[str, list[float]] = {v.name: [] for v in variants}
     device = captured.device
-    with forked(device), captured.ambient.entered():
+    with forked(device), captured.ambient.entered(), captured.alone():
         inputs = captured.sample_inputs()
         while not _is_enough(len(taken[plain.name]), sum(map(sum, taken.values())) / len(variants)):
             for variant in variants:
@@ -87,14 +88,9 @@ def _runnable(variant: Variant) -> Compiled:
     return variant.run
 
 
-def _copy(tensor: Any) -> Any:
+def _copy(value: Any) -> Any:
     """Parameters and sizes as they are; anything else anew: compiled code may write it."""
-    if isinstance(tensor, torch.nn.Parameter) or not isinstance(tensor, torch.Tensor):
-        return tensor
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    with torch.no_grad():
-        made.copy_(tensor)
-    return made.requires_grad_(tensor.requires_grad)
+    return copy_of(value) if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) else value
 
 
 def _results(run: Compiled, inputs: list[Any], device: torch.device) -> list[tuple[str, torch.Tensor | None]]:
@@ -105,11 +101,11 @@ def _results(run: Compiled, inputs: list[Any], device: torch.device) -> list[tup
     differentiable = [t for t in outputs if t.requires_grad]
     tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
     wanted = [t for t in tensors if t.requires_grad]
-    directions = [torch.randn(t.shape, device=t.device).to(t.dtype) for t in differentiable]
+    directions = [random_like(t) for t in differentiable]
     gradients: Sequence[Any] = ()
     if differentiable:
         gradients = torch.autograd.grad(differentiable, wanted, directions, allow_unused=True)
-    found: list[tuple[str, torch.Tensor | None]] = [(f"output {i}", t.detach()) for i, t in enumerate(outputs)]
-    found += [(f"gradient {i}", t) for i, t in enumerate(gradients)]
-    found += [(f"input {i}", t.detach()) for i, t in enumerate(tensors)]
+    found: list[tuple[str, torch.Tensor | None]] = [(f"output {i}", part_of(t).detach()) for i, t in enumerate(outputs)]
+    found += [(f"gradient {i}", t if t is None else part_of(t)) for i, t in enumerate(gradients)]
+    found += [(f"input {i}", part_of(t).detach()) for i, t in enumerate(tensors)]
     return [*found, ("the random generator", state_of(device))]

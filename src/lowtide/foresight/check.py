@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lowtide.errors import LowtideError
-from lowtide.units import format_bytes
+from lowtide.reports.worse import CommittedPlanError, Worse
 
 _SETUP = "setup"
-
-
-class CommittedPlanError(LowtideError, ValueError):
-    """A file is no answer of ``lowtide plan --save``, or was made for another setup."""
-
-
-@dataclass(frozen=True)
-class Worse:
-    """One number that got worse; ``modules``: (path, what, before, now) of what grew, largest first."""
-
-    what: str
-    before: float
-    now: float
-    modules: list[tuple[str, str, float, float]]
-
-    def as_json(self) -> dict[str, Any]:
-        names = ("module", "what", "before", "now")
-        return asdict(self) | {"modules": [dict(zip(names, row, strict=True)) for row in self.modules]}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -66,21 +46,6 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> li
             modules = _grown(before["by_module"], now["by_module"], columns)
             found.append(Worse(what, old or 0.0, float("nan") if new is None else new, modules))
     return found
-
-
-def text(worse: list[Worse], path: Path, tolerance: float) -> str:
-    """The comparison for a terminal."""
-    if not worse:
-        return f"No worse than {path}, by {tolerance:.1%} at most."
-    lines = []
-    for one in worse:
-        show = format_bytes if one.what == "peak_bytes" else lambda ms: f"{ms:.1f} ms"
-        grown = f"{one.now / one.before - 1:+.1%}" if one.before else ""
-        lines.append(f"{one.what} is worse than in {path}: {show(one.before)} -> {show(one.now)} ({grown})")
-        for module, what, before, now in one.modules[:8]:
-            shown = (lambda ms: f"{ms:.1f} ms") if what == "step_ms" else format_bytes
-            lines.append(f"  {module or 'the step itself'}: {what} {shown(before)} -> {shown(now)}")
-    return "\n".join(lines)
 
 
 def _expected(amount: Any) -> float | None:
