@@ -200,6 +200,15 @@ def test_work_that_nobody_waits_for_ends_and_the_next_request_is_served(planner,
     child.wait(LIMIT_S)
 
 
+def test_a_request_that_cannot_be_read_fails_and_the_next_one_is_served(planner, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(PlanRequest, "to_json", lambda self: {}["graph"])
+        with pytest.raises(PlannerFailedError, match="planning failed: KeyError: 'graph'"):
+            planner.submit(decoder_request()).plan(LIMIT_S)
+
+    assert planner.submit(decoder_request()).plan(LIMIT_S)
+
+
 def test_processes_that_are_lost_again_and_again_are_given_up(planner, monkeypatch):
     starts = []
 

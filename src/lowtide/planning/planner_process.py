@@ -245,6 +245,8 @@ class _Service:
                 return
         except TypeError as error:
             self._last_failure = f"the request cannot be written as JSON ({error})"
+        except Exception as error:  # the thread goes on, and nobody waits for ever
+            return _fail(pending, f"planning failed: {type(error).__name__}: {error}")
         if self.is_closed():
             return _fail(pending, "the planner was closed before it had a plan")
         pending.add_reason(f"planned in a thread of the training process: {self._last_failure}")
