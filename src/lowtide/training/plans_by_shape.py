@@ -324,11 +324,9 @@ class PlansByShape:
         if is_unsteady:
             self._run_online(own.pattern)
             return False
-        if not is_usual and self._kinds.is_gone(
-            own.pattern, planned.kind
-        ):  # whatever the shape: it fits no step that comes now
+        if shape != own and not is_usual and self._kinds.is_gone(own.pattern, planned.kind):
+            # Not for that shape: it fits no step that comes now.
             self._alone -= {other for other in self._alone if other.pattern == own.pattern}
-            steps.clear()
             self._let_go(planned)
             return False
         if shape is not None and shape != own:
