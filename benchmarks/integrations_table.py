@@ -105,14 +105,19 @@ def _most_budgets(lines: list[dict]) -> str:
     return "all" if not others else f"all but {', '.join(dict.fromkeys(others))}"
 
 
+_TELL_BYTES = ("no plan", "a step that ran online took", "a step under its plan took")  # reasons of what was told
+
+
 def _told(lines: list[dict]) -> list[str]:
-    """A line a case that had steps above its budget: how many, by how much, the first reason."""
+    """A line a case that had steps above its budget: how many, by how much, why."""
     found = []
     for line in lines:
         if line["peak_bytes"] is None or line["peak_bytes"] <= line["budget_bytes"]:
             continue
         over = (line["peak_bytes"] - line["budget_bytes"]) / 2**10
-        reason = next(iter(line.get("reasons") or []), "")
+        reasons = line.get("reasons") or []
+        # What says which bytes, where one does.
+        reason = next((r for told in _TELL_BYTES for r in reasons if r.startswith(told)), next(iter(reasons), ""))
         said = f": {reason[:1].lower()}{reason[1:]}" if reason else ""
         found.append(
             f"- {line['program']} ({line['case']}): {line['over_budget_steps']} of {line['steps']} steps, by "

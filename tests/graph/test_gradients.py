@@ -8,11 +8,13 @@ import lowtide
 from lowtide.graph.costs import Costs
 from lowtide.graph.gradients import (
     gradient_bytes_at,
+    with_gone_in_step,
     with_gradients_before,
     with_gradients_made,
     with_part_of_gradients,
 )
-from lowtide.graph.step_graph import NEW_GRADIENT
+from lowtide.graph.json_format import load, save
+from lowtide.graph.step_graph import NEW_GRADIENT, RUN
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.simulation.simulator import simulate_actions
 
@@ -51,8 +53,18 @@ def traced(request):
     return model, batch, making, lowtide.trace(model, batch)
 
 
+def costs_of(graph):
+    return Costs((1.0,) * len(graph.ops))
+
+
 def plain_peak(graph):
-    return simulate_actions(graph, Costs((1.0,) * len(graph.ops)), {}).peak_bytes
+    return simulate_actions(graph, costs_of(graph), {}).peak_bytes
+
+
+def first_of_backward(graph):
+    """The event after the last op before backward."""
+    runs = [at for at, (kind, number) in enumerate(graph.events) if kind == RUN and not graph.ops[number].backward]
+    return runs[-1] + 1
 
 
 def test_either_graph_gives_the_other(traced):
@@ -106,3 +118,36 @@ def test_a_rank_that_keeps_a_part_of_each_gradient(traced):
     assert quarter.start_bytes == making.start_bytes
     assert plain_peak(quarter) <= plain_peak(adding) - whole + whole // 4
     assert with_part_of_gradients(making, whole) is making
+
+
+def test_gradients_that_go_before_backward_are_there_in_forward_alone(traced, tmp_path):
+    _, _, making, adding = traced
+    sizes = [s.bytes for s in making.storages if s.kind == NEW_GRADIENT]
+
+    going = with_gone_in_step(making, sizes)
+
+    assert going.before_bytes == adding.start_bytes > going.start_bytes == making.start_bytes
+    assert going.resident == making.resident and going.gone_bytes == sum(sizes)
+    plain, without = ([*simulate_actions(g, costs_of(g), {}).live_bytes] for g in (going, making))
+    first, last = making.events.index((RUN, 0)), first_of_backward(making)
+    assert plain[first:last] == [live + sum(sizes) for live in without[first:last]]
+    assert plain[last + len(sizes) :] == without[last:]
+    assert with_gradients_before(going).resident == adding.resident
+    assert plain_peak(with_gradients_before(going)) == plain_peak(adding)
+    assert with_gradients_made(going) == making
+    save(going, tmp_path / "graph.json")
+    assert load(tmp_path / "graph.json") == going
+
+
+def test_a_replay_of_the_first_op_does_not_bring_back_gradients_that_went():
+    build, batch = MODELS["tied"]
+    making, size = lowtide.trace(build(), batch), 1 << 20
+    first = making.ops[0].makes[0]
+    assert first in making.stored
+    actions = {first: "recompute"}
+
+    going, without = (simulate_actions(g, costs_of(g), actions) for g in (with_gone_in_step(making, [size]), making))
+
+    assert going.replays and [r.op for r in going.replays] == [r.op for r in without.replays]
+    assert [r.peak_bytes for r in going.replays] == [r.peak_bytes for r in without.replays]
+    assert going.live_bytes[-1] == without.live_bytes[-1]

@@ -183,6 +183,32 @@ def test_a_process_that_is_killed_while_it_solves_loses_nothing(planner, monkeyp
     assert (waiting.source, waiting.reason) == ("process", "")
 
 
+def test_work_that_nobody_waits_for_ends_and_the_next_request_is_served(planner, monkeypatch):
+    with monkeypatch.context() as patch:
+        use_script(patch, NEVER_ENDS)
+        unwanted, waiting, never_begun = (planner.submit(decoder_request(b)) for b in ("60%", "50%", "40%"))
+        unwanted.first(LIMIT_S)
+        child = child_of(planner)
+    unwanted.abandon()
+    never_begun.abandon()
+
+    assert unwanted.done() and unwanted.is_abandoned
+    with pytest.raises(PlannerFailedError, match="given up"):
+        never_begun.plan(LIMIT_S)
+    assert text_of(waiting.plan(LIMIT_S)) == text_of(solved(decoder_request("50%")))
+    assert (waiting.source, waiting.reason, planner._service._failures) == ("process", "", 0)
+    child.wait(LIMIT_S)
+
+
+def test_a_request_that_cannot_be_read_fails_and_the_next_one_is_served(planner, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(PlanRequest, "to_json", lambda self: {}["graph"])
+        with pytest.raises(PlannerFailedError, match="planning failed: KeyError: 'graph'"):
+            planner.submit(decoder_request()).plan(LIMIT_S)
+
+    assert planner.submit(decoder_request()).plan(LIMIT_S)
+
+
 def test_processes_that_are_lost_again_and_again_are_given_up(planner, monkeypatch):
     starts = []
 

@@ -4,10 +4,14 @@ import copy
 
 import pytest
 import torch
+from support.training_steps import mlp
 from support.watched_training import Layered, activation_bytes, batch_of, bytes_of, resident_bytes
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.training.gradients_there import GradientsThere
+from lowtide.training.plans_by_shape import PlansByShape
+from lowtide.training.step_memory import StepMemory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -129,3 +133,121 @@ def test_gradients_that_are_freed_between_forward_and_backward_are_there_in_forw
 
     assert losses == expected and status.in_force
     assert max(peaks[1:]) <= budget < max(plain_peaks)
+
+
+class Wide:
+    """A model whose gradients take more than its activations; its loop lets go of them between forward and backward."""
+
+    def __init__(self, share=0.5, rows=32):
+        torch.manual_seed(0)
+        self.model, self.batch = mlp(8, 128), torch.randn(rows, 128)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.step(self.model)
+        copied = copy.deepcopy(self.model)
+        self.plain = peak_bytes(lambda: self.step(copied, lets_go=True)) + self.there()
+        self.budget = self.there() + int(share * (self.plain - self.there()))
+        self.losses = []
+
+    def there(self):
+        parameters = list(self.model.parameters())
+        return bytes_of(parameters) + bytes_of(p.grad for p in parameters if p.grad is not None) + self.batch.nbytes
+
+    def step(self, model, *, lets_go=False):
+        loss = model(self.batch).square().mean()
+        if lets_go:
+            model.zero_grad()
+        loss.backward()
+        return loss.item()
+
+    def steps(self, count, fit=None, *, lets_go=True):
+        """The highest of so many, as the allocator counts them."""
+        peaks = []
+        for _ in range(count):
+            there = self.there()
+            peaks.append(there + peak_bytes(lambda: self.losses.append(self.step(self.model, lets_go=lets_go))))
+            if fit is not None:
+                fit.wait()
+            self.optimizer.step()
+        return max(peaks)
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_room_that_gradients_leave_before_backward_is_used(is_seen, monkeypatch):
+    if not is_seen:
+        monkeypatch.setattr(GradientsThere, "let_go", lambda self: 0)
+    training, plain = Wide(), Wide()
+    with lowtide.fit(training.model, budget=training.budget) as fit:
+        training.steps(1, fit)
+        peak = training.steps(4, fit)
+        status, latest = fit.status(), fit._lifecycle.latest
+    plain.steps(5)
+
+    assert training.losses == plain.losses
+    assert peak <= training.budget < training.plain
+    assert (status.in_force and latest.graph.gone_bytes > 0) == is_seen
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_step_without_a_plan_has_the_room_of_gradients_that_went(is_seen, monkeypatch):
+    if not is_seen:
+        monkeypatch.setattr(GradientsThere, "let_go", lambda self: 0)
+    counted = []
+    note = StepMemory.note_peak
+    monkeypatch.setattr(PlansByShape, "wants_graph", lambda self, shape: False)
+    monkeypatch.setattr(
+        StepMemory, "note_peak", lambda self, watch: (counted.append(watch.live.peak), note(self, watch))
+    )
+    training = Wide(share=2.0)
+    with lowtide.fit(training.model, budget=training.budget) as fit:
+        took = training.steps(3, fit) - training.there()
+
+    assert (counted[-1] == pytest.approx(took, rel=0.02)) == is_seen
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_steps_that_add_to_gradients_after_some_that_let_go_of_them_get_a_plan_of_their_own(is_noted, monkeypatch):
+    if not is_noted:
+        monkeypatch.setattr(PlansByShape, "note_gradients", lambda self, shape, *, adds: None)
+    training, plain = Wide(share=0.8), Wide(share=0.8)
+    with lowtide.fit(training.model, budget=training.budget) as fit:
+        training.steps(3, fit)
+        assert fit._lifecycle.latest.graph.gone_bytes > 0
+        training.steps(2, fit, lets_go=False)
+        kept = training.steps(3, fit, lets_go=False)
+        latest = fit._lifecycle.latest
+    plain.steps(3)
+    plain.steps(5, lets_go=False)
+
+    assert training.losses == plain.losses
+    assert (kept <= max(training.budget, latest.plan.predicted_peak_bytes) and not latest.graph.gone_bytes) == is_noted
+
+
+@pytest.mark.parametrize("first", ["watched", "rehearsed"])
+def test_plans_made_for_gradients_that_stay_are_made_again_where_they_go(first):
+    """``fit`` with a batch plans for gradients that stay."""
+    training = Wide(share=0.6)
+    with lowtide.fit(training.model, training.batch if first == "rehearsed" else None, budget=training.budget) as fit:
+        training.steps(2, fit)
+        peak = training.steps(2, fit)
+        status, latest = fit.status(), fit._lifecycle.latest
+
+    assert peak <= training.budget and status.in_force
+    assert latest.graph.gone_bytes > 0 and latest.plan.predicted_peak_bytes <= training.budget
+
+
+@pytest.mark.parametrize("is_handed_on", [True, False])
+def test_what_a_step_that_makes_its_gradients_has_proven_the_next_kind_does_not_prove_again(is_handed_on, monkeypatch):
+    if not is_handed_on:
+        monkeypatch.setattr(PlansByShape, "_proven_in_twin", lambda self, *_: frozenset())
+    training = Wide(rows=512)
+    training.model.zero_grad()
+    with lowtide.fit(training.model, budget=training.budget) as fit:
+        with monkeypatch.context() as patch:
+            patch.setattr(PlansByShape, "_adopt_plans", lambda self: None)  # no answer comes between the two
+            training.steps(2)
+        fit.wait()
+        training.steps(1)
+        latest = fit._lifecycle.latest
+
+    assert fit.status().planned_steps == 1 and not latest.keeps_everything
+    assert bool(latest.tape.proved) != is_handed_on

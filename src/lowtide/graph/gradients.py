@@ -2,20 +2,70 @@
 
 Autograd makes a gradient where the parameter has none (``zero_grad()`` has freed it), and adds to it where it has one
 (a later micro-batch, ``set_to_none=False``). Forward is the same in both, and so is what a plan may decide.
+
+Where ``zero_grad()`` comes between forward and backward, as in many loops and Lightning's, a step is a third kind: the
+gradients of the last one are there in forward, and gone in backward.
 """
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from lowtide.graph.memo import once_per_graph
-from lowtide.graph.step_graph import FREE, NEW_GRADIENT, RUN, StepGraph, Storage
+from lowtide.graph.step_graph import FREE, GONE_GRADIENT, NEW_GRADIENT, RUN, StepGraph, Storage
+
+_GONE = "a gradient from before the step"  # why nothing may save or make it again
 
 
 @once_per_graph
 def with_gradients_before(graph: StepGraph) -> StepGraph:
     """The step where every gradient is there before: what backward makes is added to it, and goes."""
+    graph = _without_gone(graph)
     return with_these_before(graph, {s.id for s in graph.storages if s.kind == NEW_GRADIENT})
+
+
+@once_per_graph
+def with_gradients_gone(graph: StepGraph) -> StepGraph:
+    """The step that lets go of all gradients from before it, and makes as many."""
+    made = with_gradients_made(graph)
+    return with_gone_in_step(made, [s.bytes for s in made.storages if s.kind == NEW_GRADIENT])
+
+
+def with_gone_in_step(graph: StepGraph, sizes: Iterable[int]) -> StepGraph:
+    """The step that begins with gradients of these bytes and lets go of them before its backward.
+
+    They count as made by the first op, which never makes them again, and freed after the last op before backward.
+    """
+    runs = [at for at, (kind, _) in enumerate(graph.events) if kind == RUN]
+    backward = next((n for n, at in enumerate(runs) if graph.ops[graph.events[at][1]].backward), 0)
+    if not backward:  # no op before it
+        return graph
+    ops, first, place = list(graph.ops), len(graph.storages), graph.events[runs[0]][1]
+    output = len(ops[place].makes)
+    gone = tuple(Storage(first + n, size, GONE_GRADIENT, place, output + n, _GONE) for n, size in enumerate(sizes))
+    ops[place] = replace(ops[place], makes=(*ops[place].makes, *(s.id for s in gone)))
+    after = runs[backward - 1] + 1
+    freed = tuple((FREE, s.id) for s in gone)
+    return replace(
+        graph,
+        storages=(*graph.storages, *gone),
+        ops=tuple(ops),
+        events=(*graph.events[:after], *freed, *graph.events[after:]),
+    )
+
+
+def _without_gone(graph: StepGraph) -> StepGraph:
+    """The step that does not begin with gradients which go in it."""
+    gone = {s.id for s in graph.storages if s.kind == GONE_GRADIENT}
+    if not gone:
+        return graph
+    assert min(gone) == len(graph.storages) - len(gone)  # the last ones: other numbers stay as they are
+    return replace(
+        graph,
+        storages=graph.storages[: -len(gone)],
+        ops=tuple(replace(op, makes=tuple(s for s in op.makes if s not in gone)) for op in graph.ops),
+        events=tuple(event for event in graph.events if event[0] != FREE or event[1] not in gone),
+    )
 
 
 def with_these_before(graph: StepGraph, new: Collection[int]) -> StepGraph:
@@ -95,6 +145,7 @@ def with_gradients_made(graph: StepGraph) -> StepGraph:
 
     As autograd does it: a tensor of the gradient's size is taken over as it is, a part of a larger one is copied.
     """
+    graph = _without_gone(graph)
     storages, ops = list(graph.storages), list(graph.ops)
     made: set[int] = set()
     kept: set[int] = set()

@@ -21,6 +21,7 @@ from lowtide.graph.step_graph import (
     DROP,
     EVENT_NAMES,
     FREE,
+    GONE_GRADIENT,
     NEW_GRADIENT,
     PACK,
     RELEASE,
@@ -35,7 +36,7 @@ from lowtide.graph.step_graph import (
 )
 
 COSTS_VERSION = 2
-MADE_KINDS = ("activation", "backward", NEW_GRADIENT)
+MADE_KINDS = ("activation", "backward", NEW_GRADIENT, GONE_GRADIENT)
 RESIDENT_KINDS = ("parameter", "gradient", "buffer", "input", "other")
 REGIONS = ("model", "step")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 VERSION = 2
 NEW_GRADIENT = "new_gradient"  # see ``Storage.kind``
+GONE_GRADIENT = "gone_gradient"  # likewise
 COMPILED_CODE = "lowtide.compiled.region"  # name of the op that a call of compiled code is
 
 # Events, in the order of the step. The second number is an op, a storage or a saved-tensor id.
@@ -30,8 +31,9 @@ class Storage:
     Attributes:
         bytes: As the device's allocator counts them.
         kind: ``activation`` (made in forward), ``backward`` (made in backward), ``new_gradient`` (made in backward
-            too, and a parameter's ``.grad`` after the step), or what was there before the step: ``parameter``,
-            ``gradient``, ``buffer``, ``input``, ``other``.
+            too, and a parameter's ``.grad`` after the step), ``gone_gradient`` (a ``.grad`` from before that goes with
+            ``zero_grad`` between forward and backward, for plans something that the first op makes), or what was there
+            before the step and stays: ``parameter``, ``gradient``, ``buffer``, ``input``, ``other``.
         op: The op that makes it; None when it was there before.
         output: Which of that op's flattened outputs.
         fixed: Why it must be saved if anything needs it ("" when it may be recomputed).
@@ -136,14 +138,24 @@ class StepGraph:
 
     @cached_property
     def before(self) -> dict[str, int]:
-        """``resident`` without the gradients that backward makes: what is there before the step."""
+        """``resident`` without the gradients that backward makes: what is there before the step, and stays."""
         made = sum(s.bytes for s in self.storages if s.kind == NEW_GRADIENT)
         return {part: size - made if part == "gradients" else size for part, size in self.resident.items()}
 
     @cached_property
     def start_bytes(self) -> int:
-        """Live bytes before the step."""
+        """Live bytes before the step, but for gradients that go in it."""
         return sum(self.before.values())
+
+    @cached_property
+    def gone_bytes(self) -> int:
+        """Of gradients that are there before the step and go between forward and backward."""
+        return sum(s.bytes for s in self.storages if s.kind == GONE_GRADIENT)
+
+    @cached_property
+    def before_bytes(self) -> int:
+        """Live bytes before the step."""
+        return self.start_bytes + self.gone_bytes
 
     @cached_property
     def stored(self) -> frozenset[int]:

@@ -39,6 +39,7 @@ class PendingPlan:
         num_answers: So many have come.
         source: Where the newest answer comes from: ``process``, ``thread`` (of this process) or ``cache``; "" before.
         reason: What the user should know, one line: why the thread solved, why a cached plan was not used. Mostly "".
+        is_abandoned: Nobody waits for it any more.
     """
 
     def __init__(self) -> None:
@@ -51,6 +52,8 @@ class PendingPlan:
         self._newest: Answer | None = None
         self._final: Answer | None = None
         self._lock = threading.Lock()
+        self._interrupt: Callable[[], None] | None = None  # ends the work on it
+        self.is_abandoned = False
         self._has_first, self._has_final = threading.Event(), threading.Event()
 
     def done(self) -> bool:
@@ -88,6 +91,26 @@ class PendingPlan:
     def planning_s(self) -> float:
         """Seconds from ``submit`` to the final answer; to now where there is none yet."""
         return time.perf_counter() - self._submitted_s if self._planning_s is None else self._planning_s
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more: what works on it ends, so that the next request need not wait either."""
+        with self._lock:
+            self.is_abandoned, interrupt = True, self._interrupt
+        self.add(Answer(PlannerFailedError("planning was given up: other steps come now.")), "")
+        if interrupt is not None:
+            interrupt()
+
+    def work_begins(self, interrupt: Callable[[], None]) -> bool:
+        """Whether it is still wanted; ``interrupt`` ends the work if that changes."""
+        with self._lock:
+            self._interrupt = interrupt
+            return not self.is_abandoned
+
+    def work_ends(self) -> bool:
+        """Whether it was interrupted, or may have been."""
+        with self._lock:
+            self._interrupt = None
+            return self.is_abandoned
 
     def _wait(self, event: threading.Event, timeout_s: float | None) -> None:
         if not event.wait(timeout_s):
@@ -215,11 +238,15 @@ class _Service:
 
     def answer(self, request: PlanRequest, pending: PendingPlan) -> None:
         """Solve ``request``, by the child or here."""
+        if pending.is_abandoned:
+            return
         try:
             if self._asked(request.to_json(), pending):
                 return
         except TypeError as error:
             self._last_failure = f"the request cannot be written as JSON ({error})"
+        except Exception as error:  # the thread goes on, and nobody waits for ever
+            return _fail(pending, f"planning failed: {type(error).__name__}: {error}")
         if self.is_closed():
             return _fail(pending, "the planner was closed before it had a plan")
         pending.add_reason(f"planned in a thread of the training process: {self._last_failure}")
@@ -234,13 +261,20 @@ class _Service:
         child = self.start()
         if child is None:
             return False
-        try:
-            child.send(text)
-            while not pending.done():
-                pending.add(child.answer(), "process")
-        except Exception as error:
-            self._failures += 1
-            self._last_failure = child.failure(error)
+        failure: Exception | None = None
+        if pending.work_begins(child.kill):
+            try:
+                child.send(text)
+                answer = None
+                while answer is None or not answer.final:  # to the end: the next request's answers follow
+                    answer = child.answer()
+                    pending.add(answer, "process")
+            except Exception as error:
+                failure = error
+        if pending.work_ends() or failure is not None:
+            if failure is not None and not pending.is_abandoned:
+                self._failures += 1
+                self._last_failure = child.failure(failure)
             self._child = None
             child.stop()
         return pending.done()

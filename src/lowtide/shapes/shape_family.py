@@ -24,7 +24,7 @@ from typing import Any
 
 from lowtide.device.block_size import BLOCK_BYTES
 from lowtide.graph.costs import Costs
-from lowtide.graph.step_graph import NEW_GRADIENT, StepGraph, Storage
+from lowtide.graph.step_graph import GONE_GRADIENT, NEW_GRADIENT, StepGraph, Storage
 from lowtide.graph.structure import NUMBERS, structure_difference
 from lowtide.shapes.block_rounding import estimate_in_blocks
 from lowtide.shapes.derived_costs import interpolated_costs
@@ -33,7 +33,13 @@ from lowtide.shapes.interpolation import Estimate, Interpolation
 from lowtide.shapes.plain_peak import PlainPeak
 
 _MOST_REMEMBERED = 256  # shapes whose sizes are remembered
-_OF_THE_MODEL = ("parameter", "gradient", NEW_GRADIENT, "buffer")  # kinds of storages that are the same for all shapes
+_OF_THE_MODEL = (
+    "parameter",
+    "gradient",
+    NEW_GRADIENT,
+    GONE_GRADIENT,
+    "buffer",
+)  # kinds of storages that are the same for all shapes
 _NO_SIZES_OF_THE_SHAPE = ("batch", "optimizer", "other")  # resident parts: of the inputs, or of how far training is
 
 

@@ -71,7 +71,12 @@ class _LoggedReferences(References):
         size = self.index.bytes
         given = [_shapes(signature) for signature in graph.signatures]
         self._temporaries = [
-            temporaries(o.name, o.workspace_bytes, [size[s] for s in o.makes], given[o.signature] if given else ())
+            temporaries(
+                o.name,
+                o.workspace_bytes,
+                [size[s] for s in self.index.makes_again[o.id]],
+                given[o.signature] if given else (),
+            )
             for o in graph.ops
         ]
 
@@ -101,7 +106,8 @@ class _LoggedReferences(References):
 
     def replay_op(self, op: int) -> int:
         self._keep_remade()
-        for storage in self._makes[op]:
+        again = self.index.makes_again[op]
+        for storage in self._makes[op] if len(again) == len(self._makes[op]) else again:
             self._allocate(self._remade, storage)
         self._use_workspace(op, in_backward=True)
         return super().replay_op(op)

@@ -64,6 +64,6 @@ def _alive(references: References, replayed_op: int | None = None) -> tuple[dict
     size, maker = references.index.bytes, references.index.maker
     originals = {s: size[s] for s, count in enumerate(references.counts) if count > 0 and maker[s] >= 0}
     replayed = {s: size[s] for s in sorted(references.materialised)}
-    for s in () if replayed_op is None else references.index.makes[replayed_op]:
+    for s in () if replayed_op is None else references.index.makes_again[replayed_op]:
         replayed[s] = replayed.get(s, 0) + size[s]  # a transient result is there already
     return originals, replayed

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from lowtide.graph.facts import passes, step_facts
 from lowtide.graph.memo import once_per_graph
-from lowtide.graph.step_graph import RUN, StepGraph
+from lowtide.graph.step_graph import GONE_GRADIENT, RUN, StepGraph
 from lowtide.plan import RECOMPUTE, TIER_OF
 
 
@@ -26,6 +26,12 @@ class GraphIndex:
         self.saved = list(graph.saved)
         self.makes = [op.makes for op in graph.ops]
         self.made_bytes = [sum(self.bytes[s] for s in op.makes) for op in graph.ops]
+        # What a replay makes: not the gradients from before the step that go in it, which only count as made.
+        self.makes_again, self.made_again_bytes = self.makes, self.made_bytes
+        if graph.gone_bytes:
+            gone = {s.id for s in graph.storages if s.kind == GONE_GRADIENT}
+            self.makes_again = [tuple(s for s in made if s not in gone) for made in self.makes]
+            self.made_again_bytes = [sum(self.bytes[s] for s in made) for made in self.makes_again]
         # Storages from before the step stay anyway, so references to them are not counted.
         self.reads = [tuple(dict.fromkeys(s for s in op.reads if self.maker[s] >= 0)) for op in graph.ops]
         self.retained_backwards = graph.retained_backwards
@@ -148,7 +154,7 @@ class References:
 
     def replay_op(self, op: int) -> int:
         """``op`` runs again: returns live bytes while it does. What it makes is there until ``discard``."""
-        self.live_bytes += self.index.made_bytes[op]
+        self.live_bytes += self.index.made_again_bytes[op]
         # The generator's present state is saved while the recorded one is in use.
         peak_bytes = self.live_bytes + self.index.workspace_bytes[op] + self.index.rng_bytes[op]
         self.note_moment(peak_bytes, op)

@@ -113,7 +113,7 @@ class ReplayBursts:
                 offload.log.append((REPLAYED, op, event))
             transient = bool(transient_left.get(op))
             kept = bool(self.kept_left.get(op)) and passes is not None and passes.is_open
-            for made in index.makes[op]:
+            for made in index.makes_again[op]:
                 if transient:
                     stays = made in reads_left or made == storage
                 else:

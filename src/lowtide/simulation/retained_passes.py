@@ -69,7 +69,7 @@ class RetainedPasses:
         """``op`` has read what it reads, other than for a moment."""
         if final:
             self._run_for_good.add(op)
-            for made in self._references.index.makes[op]:
+            for made in self._references.index.makes_again[op]:
                 self.uses_left.pop(made, None)
         for storage in self._references.index.reads[op]:
             self._count_use(storage)

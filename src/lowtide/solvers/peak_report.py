@@ -6,7 +6,7 @@ from typing import Any
 from lowtide.explanation import Evidence, LinkUse, PeakGroup, collapse_path, short_op
 from lowtide.graph.facts import step_facts
 from lowtide.graph.function_ops import timed_function_groups
-from lowtide.graph.step_graph import COMPILED_CODE, NEW_GRADIENT, Op, StepGraph
+from lowtide.graph.step_graph import COMPILED_CODE, GONE_GRADIENT, NEW_GRADIENT, Op, StepGraph
 from lowtide.plan import SAVE, TIER_OF
 from lowtide.simulation.peak_contents import PeakContents, contents_at_peak
 from lowtide.simulation.simulator import Timeline
@@ -15,7 +15,7 @@ from lowtide.solvers.search_context import SearchContext
 from lowtide.units import format_bytes
 
 _MOST_HOLDERS = 6
-_MADE_IN_BACKWARD = {"backward": "backward", NEW_GRADIENT: "gradient"}
+_MADE_IN_BACKWARD = {"backward": "backward", NEW_GRADIENT: "gradient", GONE_GRADIENT: "gradient"}
 _SLICES = 40  # of the step, for each of which link use is stored
 
 

@@ -188,6 +188,7 @@ class FittedCall:
         lifecycle, step = self._lifecycle, self._step
         try:
             if not creates:
+                lifecycle.begin_backward()
                 if self._end_part is not None:
                     self._end_part()
                 if step.plan_seam is not None and self._runs_through(roots):  # not another model's

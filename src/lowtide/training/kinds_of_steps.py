@@ -11,6 +11,7 @@ _MOST_NUMBERS = 64  # in one call's arguments: more of them are data
 _REMEMBERED = 16  # steps of a pattern
 _IN_A_ROW = 6  # steps of other kinds: from now on they may all be
 _MUCH_MORE = 2  # times as often as a kind that has a plan
+_GONE = 3  # steps in a row of other kinds, and so many of one
 _OFTEN = 4  # of those remembered: less often a plan is not worth making
 _MOST_IN_VAIN = 6  # recorded steps of rarer kinds: what was usual is not any more
 
@@ -87,6 +88,15 @@ class UsualKinds:
     def vary(self, pattern: str) -> bool:
         """Whether steps of several kinds have come lately."""
         return len(set(self._last[pattern])) > 1
+
+    def is_gone(self, pattern: str, kind: int | None) -> bool:
+        """Whether such steps do not come any more, and those of one other kind do."""
+        lately = list(self._last[pattern])[-_IN_A_ROW:]
+        return (
+            kind is not None
+            and kind not in lately[-_GONE:]
+            and any(lately.count(k) >= _GONE for k in {*lately} - {kind, None})
+        )
 
     def is_often(self, pattern: str, kind: int | None) -> bool:
         """Whether such steps are worth a plan."""

@@ -32,6 +32,7 @@ from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tracing.model_facts import ModelFacts
 from lowtide.training.budget import StepBudget
 from lowtide.training.existing_checkpointing import ExistingCheckpointing
+from lowtide.training.gradients_there import GradientsThere
 from lowtide.training.kinds_of_steps import WholeNumbers
 from lowtide.training.notices import Notices
 from lowtide.training.past_training import PastTraining
@@ -173,6 +174,7 @@ class Lifecycle:
         step = self.step = RunningStep(thread)
         step.is_shared = bool(around)
         step.has_gradients, step.trained = self.past.has_gradients(), self.past.trained_since()
+        step.sampled_gradients = self.past.gradients() if step.has_gradients else []
         shape = step.shape_in_step(shape)
         self.memory.follow_free_memory(model)
         step.runs_own_checkpointing = not self.replace_checkpointing()
@@ -243,6 +245,11 @@ class Lifecycle:
         watch.begin_step(unseen_bytes)
         for storage in self.memory.held() if not unseen_bytes else ():
             watch.live.add(storage)
+        if self.step.has_gradients and not unseen_bytes:
+            there = GradientsThere(model, self._budget.device)
+            watch.gone_bytes = there.let_go
+            if isinstance(watch, WatchedStep):
+                watch.gradients = there
         if self._expected.inputs_bytes is None and not (unseen_bytes or self._budget.counts_all):
             # They are mostly as large as the batch; there may be more of them.
             likely = max(self._budget.batch_bytes, likely_target_bytes(model, batch, self._budget.device))
@@ -268,6 +275,12 @@ class Lifecycle:
                 self.step.planned.tape.leave_region(failed=failed)
 
     # -- a step ends ----------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """A backward begins that creates no graph, of the present step or of another model's."""
+        step = self.step
+        if step.sampled_gradients and not step.num_backwards:
+            step.adds = any(gradient() is not None for gradient in step.sampled_gradients)
 
     def end_backward(self, error: BaseException | None, *, retains: bool, creates: bool) -> None:
         """A backward of the present step has ended, or failed."""
@@ -321,6 +334,8 @@ class Lifecycle:
         counters.why_not_planned = step.why_no_plan
         if step.shapes and not step.spoiled:
             self.plans_by_shape.note_kind(step.shapes[0], step.kind)
+            if step.adds is not None:
+                self.plans_by_shape.note_gradients(step.shapes[0], adds=step.adds)
         if planned is not None:
             counters.why_not_planned = _RAN_OTHER_OPS if self._has_left_plan(step, planned) else ""
         counters.planned_steps += not counters.why_not_planned

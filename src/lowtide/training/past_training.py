@@ -11,7 +11,7 @@ from torch import nn
 
 from lowtide.step import module_calls
 from lowtide.step.autograd_leaves import leaves_of
-from lowtide.step.operators import gradient_of
+from lowtide.step.operators import gradient_of, storage_of
 from lowtide.training.notices import Notices
 from lowtide.training.status import Counters
 
@@ -80,6 +80,11 @@ class PastTraining:
     def has_gradients(self) -> bool:
         """Whether the model has any now, as far as the sample tells: a step that begins adds to them."""
         return any(p is not None and gradient_of(p) is not None for p in self.sampled)
+
+    def gradients(self) -> list[weakref.ref[torch.UntypedStorage]]:
+        """The memory of those that the sample has: who else holds it keeps it, as DDP does in its buckets."""
+        found = (gradient_of(p) for p in self.sampled if p is not None)
+        return [weakref.ref(s) for grad in found if grad is not None and (s := storage_of(grad)) is not None]
 
     def trained_since(self) -> str:
         """What marks steps that train other parameters than at first (frozen and thawed ones); "" for the same."""

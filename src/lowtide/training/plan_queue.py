@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from lowtide.graph.step_graph import StepGraph
 from lowtide.planning.plan_request import PlanRequest
 from lowtide.planning.planner_process import PendingPlan, PlannerProcess
 from lowtide.shapes.call_shapes import CallShape
 from lowtide.training.planned_step import PlannedStep
 
 Shapes = tuple[CallShape, ...]  # of each call of a step
+IsGone = Callable[[str, int | None], bool]  # steps of this pattern and kind do not come any more
 
 
 @dataclass
@@ -16,6 +19,7 @@ class Asked:
     """A request that the planner works on.
 
     Attributes:
+        kind: Of the steps that it is for; see ``RunningStep.kind``.
         first: Put in force until the final plan is there.
         num_seen: So many answers have been looked at.
     """
@@ -23,30 +27,46 @@ class Asked:
     shapes: Shapes
     request: PlanRequest
     pending: PendingPlan
+    kind: int | None = None
     first: PlannedStep | None = None
     num_seen: int = 0
+
+
+class _Waiting(NamedTuple):
+    """A request that waits; see ``Asked``."""
+
+    shapes: Shapes
+    request: PlanRequest
+    kind: int | None = None
 
 
 class PlanQueue:
     """One model's requests.
 
+    A request of a kind of steps that do not come any more is put behind the others, whatever the planner has done for
+    it: a program's first step often runs other ops than all that follow (scripted code is optimized after it).
+
     Attributes:
         asked: What the planner works on; None: nothing.
     """
 
-    def __init__(self, planner: PlannerProcess) -> None:
-        self._planner = planner
+    def __init__(self, planner: PlannerProcess, is_gone: IsGone = lambda pattern, kind: False) -> None:
+        self._planner, self._kind_is_gone = planner, is_gone
         self.asked: Asked | None = None
-        self._waiting: list[tuple[Shapes, PlanRequest]] = []
+        self._waiting: list[_Waiting] = []
 
     @property
     def first_shapes(self) -> list[CallShape]:
-        """Of the first calls of all steps that are to be planned."""
-        return [shapes[0] for shapes, _ in self._waiting] + ([self.asked.shapes[0]] if self.asked else [])
+        """Of the first calls of all steps that are to be planned, and that still come."""
+        entries: list[Asked | _Waiting] = [*self._waiting, *([self.asked] if self.asked else [])]
+        return [entry.shapes[0] for entry in entries if not self._is_gone(entry)]
 
-    def add(self, shapes: Shapes, request: PlanRequest) -> None:
+    def _is_gone(self, entry: Asked | _Waiting) -> bool:
+        return self._kind_is_gone(entry.shapes[0].pattern, entry.kind)
+
+    def add(self, shapes: Shapes, request: PlanRequest, kind: int | None = None) -> None:
         """It waits until ``ask_next``."""
-        self._waiting.append((shapes, request))
+        self._waiting.append(_Waiting(shapes, request, kind))
 
     def ask_next(self, planned: Collection[Shapes]) -> None:
         """The largest first. What it covers asks again when its plan is there, if it still wants one of its own.
@@ -54,25 +74,48 @@ class PlanQueue:
         Args:
             planned: Shapes that have a plan. They stay asked for: that plan serves them, and nothing would ask again.
         """
+        if self.asked is not None and self._is_gone(self.asked) and not all(map(self._is_gone, self._waiting)):
+            self.add(self.asked.shapes, self.asked.request, self.asked.kind)
+            self._abandon()
         if self.asked is not None or not self._waiting:
             return
-        shapes, request = max(self._waiting, key=lambda entry: entry[0][0].sizes)
+        gone = [self._is_gone(entry) for entry in self._waiting]
+        at = max(range(len(gone)), key=lambda n: (not gone[n], self._waiting[n].shapes[0].sizes))
+        shapes, request, kind = self._waiting[at]
         self._waiting = [
             entry
             for entry in self._waiting
-            if entry[0] != shapes and (entry[0] in planned or not shapes[0].covers(entry[0][0]))
+            if entry.shapes != shapes and (entry.shapes in planned or not shapes[0].covers(entry.shapes[0]))
         ]
-        self.asked = Asked(shapes, request, self._planner.submit(request))
+        self.asked = Asked(shapes, request, self._planner.submit(request), kind)
 
     def drop(self, is_void: Callable[[Shapes], bool]) -> None:
         """Let go of requests for these shapes."""
-        self._waiting = [entry for entry in self._waiting if not is_void(entry[0])]
+        self._waiting = [entry for entry in self._waiting if not is_void(entry.shapes)]
         if self.asked is not None and is_void(self.asked.shapes):
-            self.asked = None
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """The planner is to work on something else."""
+        if self.asked is not None:
+            self.asked.pending.abandon()
+        self.asked = None
+
+    def change_graphs(self, pattern: str, changed: Callable[[StepGraph], StepGraph]) -> None:
+        """Requests for steps that start with calls of ``pattern`` are for ``changed`` graphs of theirs from now on."""
+
+        def now(shapes: Shapes, request: PlanRequest) -> PlanRequest:
+            graph = changed(request.graph) if shapes[0].pattern == pattern else request.graph
+            return request if graph is request.graph else replace(request, graph=graph)
+
+        if (asked := self.asked) is not None and now(asked.shapes, asked.request) is not asked.request:
+            self.add(asked.shapes, asked.request, asked.kind)
+            self._abandon()
+        self._waiting = [entry._replace(request=now(entry.shapes, entry.request)) for entry in self._waiting]
 
     def change_budget(self, budget_bytes: int) -> None:
         """All requests are for that from now on; what the planner works on waits again."""
         if self.asked is not None:
-            self.add(self.asked.shapes, self.asked.request)
+            self.add(self.asked.shapes, self.asked.request, self.asked.kind)
         self.asked = None
-        self._waiting = [(shapes, replace(request, budget=budget_bytes)) for shapes, request in self._waiting]
+        self._waiting = [entry._replace(request=replace(entry.request, budget=budget_bytes)) for entry in self._waiting]

@@ -93,11 +93,12 @@ class PlannedStep:
     @cached_property
     def planned_bytes(self) -> PlannedBytes:
         """What lives before and after each forward op."""
-        start_bytes = self.graph.start_bytes
-        made = [0, *(live - start_bytes for live in simulate(self.graph, self.costs, self.plan).live_bytes)]
+        before_bytes = self.graph.before_bytes  # gradients that go in the step are among it before the first op
+        live_bytes = simulate(self.graph, self.costs, self.plan).live_bytes
+        made = [0, *(max(0, live - before_bytes) for live in live_bytes)]
         at = {number: event for event, (kind, number) in enumerate(self.graph.events) if kind == RUN}
         events = [at[op.id] for op in self.graph.forward_ops]
-        peak = self.plan.measurable_peak_bytes - start_bytes
+        peak = self.plan.measurable_peak_bytes - before_bytes
         return PlannedBytes([made[event] for event in events], [made[event + 1] for event in events], peak)
 
     def foresee_from(self, segments: Iterable[Segment]) -> None:
@@ -136,4 +137,5 @@ class PlannedStep:
 def shapes_of_graph(graph: StepGraph) -> tuple[CallShape, ...]:
     """Shapes of a graph's ``calls``."""
     shapes = map(shape_of_signature, graph.calls)
-    return tuple(shape.with_gradients() if graph.before["gradients"] else shape for shape in shapes)
+    has_gradients = graph.before["gradients"] or graph.gone_bytes
+    return tuple(shape.with_gradients() if has_gradients else shape for shape in shapes)

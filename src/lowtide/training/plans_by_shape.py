@@ -13,10 +13,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from lowtide.errors import BudgetInfeasibleError, LowtideError, TierError
 from lowtide.graph.costs import Costs
-from lowtide.graph.gradients import with_gradients_before, with_gradients_made
+from lowtide.graph.gradients import with_gradients_before, with_gradients_gone, with_gradients_made
 from lowtide.graph.step_graph import StepGraph
 from lowtide.options import FitOptions
 from lowtide.plan import Plan
@@ -87,12 +88,12 @@ class PlansByShape:
         self._num_told = 0  # plans
         self._told_least = ""  # the line that plans are above the budget
         self.unplanned = UnplannedSteps()
-        self._queue = PlanQueue(planner)
+        self._kinds = UsualKinds()
+        self._queue = PlanQueue(planner, self._kinds.is_gone)
         self.is_sharded = facts.is_wrapped or facts.is_partitioned
         # Of the last planned steps of each pattern: did they run other ops?
         self._diverged: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=_STEPS_REMEMBERED))
         self._unsteady: set[str] = set()  # patterns whose steps run other ops each time
-        self._kinds = UsualKinds()
         self._num_nodes: dict[tuple[CallShape, ...], Mapping[int, int]] = {}  # of watched steps
         self._kind_of: dict[tuple[CallShape, ...], int | None] = {}  # likewise
         # The last watched graph of these shapes, its step's global flags, and those ops that need no other proof.
@@ -103,6 +104,8 @@ class PlansByShape:
         self._refused: set[CallShape] = set()
         self._replans: Counter[CallShape] = Counter()
         self._statistics = ShapeStatistics()
+        # By pattern of steps that begin with gradients: whether one has added to them; False: none so far, all let go.
+        self._adds: dict[str, bool] = {}
         self._doubted: set[CallShape] = set()  # watched next time: steps ran otherwise than their derived graphs
         self._budget_bytes: int | None = None  # None before the first watched step
         self._choice_after = 0  # so many steps: another look at which shapes are worth a plan
@@ -198,7 +201,7 @@ class PlansByShape:
         if budget_bytes is None:
             return found
         if shape.has_gradients:
-            graph = with_gradients_before(other.graph)
+            graph = self._as_steps_are(shape.pattern, with_gradients_before(other.graph))
             shapes = tuple(s.with_gradients() for s in other.shapes)
         elif other.plan.predicted_overhead > _WORTH_OWN_PLAN:
             graph = with_gradients_made(other.graph)
@@ -238,6 +241,41 @@ class PlansByShape:
         self._kinds.note(shape.pattern, kind)
         if self._kinds.waits_in_vain(shape.pattern):
             self._reasons.say(f"steps run other ops each time {_RUN_ONLINE}")
+
+    def note_gradients(self, shape: CallShape, *, adds: bool) -> None:
+        """A step has ended that began with gradients and a call of ``shape``.
+
+        Args:
+            adds: They were there when its backward began. Else ``zero_grad`` had let go of them: steps have that much
+                more room in backward. Where steps of a pattern do one and the other, as where micro-batches are
+                accumulated, plans are for those that add.
+        """
+        pattern = shape.pattern
+        if self.is_sharded or self._adds.get(pattern) in (True, adds):
+            return
+        self._adds[pattern] = adds
+        if adds:
+            self._statistics.forget(shape)
+        for planned in [p for p in self.plans if p.shapes[0].pattern == pattern]:
+            graph = self._as_steps_are(pattern, planned.graph)
+            if graph is not planned.graph and (adds or not planned.keeps_everything):
+                if adds:
+                    self.plans.remove(planned)
+                self._ask_of(planned, graph)
+        for shapes, (graph, flags, proven_ops) in self._proven.items():
+            if shapes[0].pattern == pattern:  # its ops are the same
+                self._proven[shapes] = self._as_steps_are(pattern, graph), flags, proven_ops
+        self._queue.change_graphs(pattern, partial(self._as_steps_are, pattern))
+        self._ask_next()
+
+    def _as_steps_are(self, pattern: str, graph: StepGraph) -> StepGraph:
+        """``graph`` of a step that begins with gradients, as those of ``pattern`` go on with them."""
+        adds = self._adds.get(pattern)
+        if adds and graph.gone_bytes:
+            return with_gradients_before(graph)
+        if adds is False and not graph.gone_bytes:
+            return with_gradients_gone(graph)
+        return graph
 
     def note_step(self, planned: PlannedStep, num_nodes: Mapping[int, int], *, diverged: bool) -> None:
         """A step has ended that began under ``planned``.
@@ -286,6 +324,11 @@ class PlansByShape:
         if is_unsteady:
             self._run_online(own.pattern)
             return False
+        if shape != own and not is_usual and self._kinds.is_gone(own.pattern, planned.kind):
+            # Not for that shape: it fits no step that comes now.
+            self._alone -= {other for other in self._alone if other.pattern == own.pattern}
+            self._let_go(planned)
+            return False
         if shape is not None and shape != own:
             self._alone.add(shape)
             return False
@@ -296,13 +339,17 @@ class PlansByShape:
         else:
             self._kinds.wait_for_usual(own.pattern)
             steps.clear()  # under a plan that is no measure for those to come
+        self._let_go(planned)
+        return False
+
+    def _let_go(self, planned: PlannedStep) -> None:
+        """Its steps run other ops."""
         self._aside.pop(planned.shapes, None)
         self.plans.remove(planned)
         if planned.is_derived:
-            self._doubted.add(own)  # the next watch tells what is different
+            self._doubted.add(planned.shapes[0])  # the next watch tells what is different
         else:
-            self._statistics.forget(own)
-        return False
+            self._statistics.forget(planned.shapes[0])
 
     def note_left(self, planned: PlannedStep, peak_bytes: int) -> None:
         """A step left ``planned`` and took that.
@@ -342,6 +389,7 @@ class PlansByShape:
             self._diverged,
             self._replans,
             self._kinds,
+            self._adds,
         ):
             known.clear()
         for shapes in (self._refused, self._doubted, self._alone):
@@ -365,7 +413,7 @@ class PlansByShape:
         self.plans = [p for p in self.plans if not _exceeds(p, budget_bytes)]
         self._queue.change_budget(budget_bytes)
         for p in wrong:
-            self._queue.add(p.shapes, self._request_for(p.graph, p.costs, budget_bytes))
+            self._queue.add(p.shapes, self._request_for(p.graph, p.costs, budget_bytes), p.kind)
         self._ask_next()
 
     def plan_anew(self, planned: PlannedStep, more_bytes: int, budget_bytes: int) -> None:
@@ -433,15 +481,26 @@ class PlansByShape:
             self._ask(planned.shapes, graph, planned.costs, budget_bytes)
         return found
 
+    def _ask_of(self, planned: PlannedStep, graph: StepGraph) -> None:
+        """Have its steps planned again, with ``graph``, whose ops are the same."""
+        self._keep_known(planned, graph)
+        if (budget_bytes := self._budget_bytes or planned.plan.budget_bytes) is not None:
+            self._queue.add(planned.shapes, self._request_for(graph, planned.costs, budget_bytes), planned.kind)
+
     def _with_resident(self, planned: PlannedStep, part: str, more_bytes: int) -> StepGraph:
         """The graph of ``planned`` with so much more of ``part``; what is proven of its ops is proven there."""
         resident = dict(planned.graph.resident)
         resident[part] = resident.get(part, 0) + more_bytes
-        graph, program = replace(planned.graph, resident=resident), planned.tape.program
+        graph = replace(planned.graph, resident=resident)
+        self._keep_known(planned, graph)
+        return graph
+
+    def _keep_known(self, planned: PlannedStep, graph: StepGraph) -> None:
+        """What is known of the ops of ``planned`` is known of ``graph``, which has the same."""
+        program = planned.tape.program
         if program.flags is not None:
             self._proven[planned.shapes] = graph, program.flags, frozenset(program.proven_ops)
         self._num_nodes[planned.shapes] = planned.num_nodes
-        return graph
 
     def put(self, planned: PlannedStep) -> None:
         """Put a plan in force in place of one for the same shapes; of too many the one used least recently goes."""
@@ -566,8 +625,10 @@ class PlansByShape:
         pattern = shapes[0].pattern
         if not self._kinds.is_worth_a_plan(pattern, kind):
             return
+        if self._adds.get(pattern):
+            graph = self._as_steps_are(pattern, graph)
         self._num_nodes[shapes], self._kind_of[shapes] = num_nodes, kind
-        self._proven[shapes] = graph, flags, proven_ops
+        self._proven[shapes] = graph, flags, proven_ops | self._proven_in_twin(shapes, graph, flags)
         self._budget_bytes = budget_bytes
         self._doubted.discard(shapes[0])
         if reason := self._statistics.note(shapes, graph, costs):
@@ -576,6 +637,17 @@ class PlansByShape:
         if not self._is_waiting_for(shapes[0]):
             self._ask(shapes, graph, costs, budget_bytes)
 
+    def _proven_in_twin(self, shapes: tuple[CallShape, ...], graph: StepGraph, flags: tuple) -> frozenset[int]:
+        """What was proven in a step that differs from this one in that it had gradients before, or had none.
+
+        A step proves no op again that an earlier one has, so that its own proofs are few.
+        """
+        adds = shapes[0].has_gradients
+        twin = self._proven.get(tuple(s.without_gradients() if adds else s.with_gradients() for s in shapes))
+        if twin is None or twin[1] != flags or _forward_of(twin[0]) != _forward_of(graph):
+            return frozenset()
+        return twin[2]
+
     def _let_go_of_derived(self, like: CallShape) -> None:
         """Plans from derived graphs of this way to call the model, and what is asked for."""
         self._aside.clear()
@@ -583,7 +655,7 @@ class PlansByShape:
         self._queue.drop(lambda shapes: shapes[0].pattern == like.pattern)
 
     def _ask(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int) -> None:
-        self._queue.add(shapes, self._request_for(graph, costs, budget_bytes))
+        self._queue.add(shapes, self._request_for(graph, costs, budget_bytes), self._kind_of.get(shapes))
         self._ask_next()
 
     def _ask_next(self) -> None:
@@ -636,7 +708,7 @@ class PlansByShape:
             self._note_least(asked, error)
         except TierError as error:
             self._tiers.drop(error)
-            self._queue.add(asked.shapes, replace(asked.request, offload={}))
+            self._queue.add(asked.shapes, replace(asked.request, offload={}), asked.kind)
         except LowtideError as error:
             why = str(error).splitlines()[0]
             if any(planned is asked.first for planned in self.plans):
@@ -652,15 +724,15 @@ class PlansByShape:
         """No plan fits the budget: the one at the least there is comes next, or none, if steps without took less."""
         shape, least = asked.shapes[0], error.least_bytes
         self.least_bytes[shape] = least
-        if why := self._why_worse(shape, least, asked.request.graph.start_bytes, None):
+        if why := self._why_worse(shape, least, asked.request.graph.before_bytes, None):
             self.refuse(shape, why)
             return
         self._say_least()
-        self._queue.add(asked.shapes, replace(asked.request, budget=least))
+        self._queue.add(asked.shapes, replace(asked.request, budget=least), asked.kind)
 
     def allowed_bytes(self, planned: PlannedStep) -> int:
         """What a step under a plan may take: the budget, or what steps without one take."""
-        return self.unplanned.allowed_bytes(planned.shapes[0], planned.graph.start_bytes, self._budget_bytes or 0)
+        return self.unplanned.allowed_bytes(planned.shapes[0], planned.graph.before_bytes, self._budget_bytes or 0)
 
     def _why_worse(self, shape: CallShape, peak_bytes: int, start_bytes: int, step_ms: float | None) -> str:
         return self.unplanned.why_worse(shape, peak_bytes, start_bytes, step_ms, self._budget_bytes or 0)
@@ -710,7 +782,7 @@ class PlansByShape:
 
     def _adopted(self, asked: Asked, plan: Plan) -> PlannedStep:
         """Raises: _PlanWorseThanNoneError: steps without one are better."""
-        start_bytes = asked.request.graph.start_bytes
+        start_bytes = asked.request.graph.before_bytes
         if why := self._why_worse(asked.shapes[0], plan.budgeted_peak_bytes, start_bytes, plan.predicted_step_ms):
             raise _PlanWorseThanNoneError(why)
         planned = self._put_in_force(asked.shapes, asked.request.graph, asked.request.costs, plan)
@@ -746,6 +818,11 @@ class PlansByShape:
             self._options.max_plans,
             plan.provenance.get("batch", "a step"),
         )
+
+
+def _forward_of(graph: StepGraph) -> list[tuple[str, dict]]:
+    """Operators and arguments of a step's forward ops."""
+    return [(op.name, graph.signatures[op.signature]) for op in graph.forward_ops]
 
 
 def _exceeds(planned: PlannedStep, budget_bytes: int) -> bool:

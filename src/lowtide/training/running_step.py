@@ -5,9 +5,12 @@ The lifecycle makes one for each step and throws it away whole when the step end
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import Any
+
+import torch
 
 from lowtide.shapes.call_shapes import CallShape
 from lowtide.step.seam import Seam
@@ -45,7 +48,9 @@ class RunningStep:
         shapes: Of the calls so far.
         planned_calls: How many of these ran under the plan.
         left_after: The last planned op before it left its plan, if it has.
-        has_gradients: The model had some before: the step adds to them.
+        has_gradients: The model had some before: the step adds to them, or lets go of them before its backward.
+        sampled_gradients: The memory of some.
+        adds: It does the former, as far as its first backward shows; None: none has begun, or it had none.
         trained: Which parameters it trains, if not those of the first step.
         runs_own_checkpointing: It runs as the model is, the model's own checkpointing included.
         has_budget: It has one: no percentage that waits for this step.
@@ -71,6 +76,8 @@ class RunningStep:
         self.planned_calls = 0
         self.left_after = -1
         self.has_gradients = False
+        self.sampled_gradients: list[weakref.ref[torch.UntypedStorage]] = []
+        self.adds: bool | None = None
         self.trained = ""
         self.runs_own_checkpointing = self.has_budget = self.is_shared = False
         self.why_no_plan = ""

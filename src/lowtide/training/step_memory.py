@@ -220,7 +220,7 @@ class StepMemory:
             return None
         most = max(self._budget.limit_bytes, self._plans_by_shape.allowed_bytes(step))
         device, made = self._budget.device, self._peak.made_bytes
-        step.planned_bytes.begin_step(most - step.graph.start_bytes, made, lambda: unsplit_bytes(device))
+        step.planned_bytes.begin_step(most - step.graph.before_bytes, made, lambda: unsplit_bytes(device))
         return step.planned_bytes
 
     def stop_counting(self) -> None:

@@ -31,7 +31,7 @@ from lowtide.device.names import device_name
 from lowtide.errors import UnsupportedModelError
 from lowtide.estimation.roofline import estimate
 from lowtide.graph.costs import Costs
-from lowtide.graph.gradients import with_these_before
+from lowtide.graph.gradients import with_gone_in_step, with_these_before
 from lowtide.graph.step_graph import DROP, NEW_GRADIENT, RELEASE, UNPACK, StepGraph
 from lowtide.measurement.allocator import seen_on_cpu
 from lowtide.recording.gradient_sums import fold
@@ -56,6 +56,7 @@ from lowtide.tape.values import Kept
 from lowtide.tracing.model_facts import device_of
 from lowtide.tracing.optimizer_state import existing_state_bytes
 from lowtide.tracing.tracer import add_residents, finished_graph, resident_bytes
+from lowtide.training.gradients_there import GradientsThere
 from lowtide.training.planned_step import num_nodes
 from lowtide.training.watched_times import WatchedTimes
 
@@ -68,6 +69,7 @@ class WatchedStep(OnlineTape):
     """An online tape that records the step it watches; ``graph_and_costs`` when the step is over.
 
     Attributes:
+        gradients: Those that the model had when the step began.
         problem_of_recording: Why the graph is not complete; "" if it is.
         found_gathered: ZeRO-3 had gathered parameters before the step, which later steps may have to do themselves.
         nodes_of_backward: So many autograd nodes the thread that runs backward had made when it made the last one of
@@ -106,6 +108,8 @@ class WatchedStep(OnlineTape):
         self._batch = ""
         self.problem_of_recording = ""
         self._had_gradients: set[str] = set()  # names of parameters that had one when the step began
+        self.gradients: GradientsThere | None = None
+        self._gone: tuple[set[str], list[int]] | None = None  # of these as the first backward began, and their bytes
         self._received: set[str] = set()  # names of parameters that had a gradient when a backward had ended
 
     def begin_call(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -302,13 +306,15 @@ class WatchedStep(OnlineTape):
                 del self._python_holds[key]
 
     def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
-        super().before_backward(roots, creates=creates)
-        self._builder.begin_backward()
         if not (creates or self.problem or self._pauses):
             try:
-                self.releaser.prove_rest()
+                self.releaser.prove_rest()  # before gradients count as gone: a plan has to drop for what forward held
             except Exception as error:
                 self.give_up(error)
+        super().before_backward(roots, creates=creates)
+        if self.gradients is not None and self._gone is None and not creates:
+            self._gone = self.gradients.gone, list(self.gradients.gone_bytes)
+        self._builder.begin_backward()
 
     def after_backward(
         self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
@@ -378,7 +384,8 @@ class WatchedStep(OnlineTape):
             self._resident["other"] = max(0, self._other_bytes - state_before - views_bytes)
         targets = self.recorder.sums.targets
         new = self.recorder.new_gradients
-        again = {number for name in self._had_gradients & new.keys() for number in new[name]}
+        gone, gone_bytes = self._gone or (set(), [])
+        again = {number for name in (self._had_gradients - gone) & new.keys() for number in new[name]}
         self.recorder.stop()
         batch_bytes = graph.resident["batch"] + self._resident["batch"]  # what only the loss reads, and the call's
         graph = replace(
@@ -386,9 +393,8 @@ class WatchedStep(OnlineTape):
             resident={**graph.resident, **self._resident, "batch": batch_bytes},
             provenance={**graph.provenance, "batch": self._batch, "source": "watched step"},
         )
-        # Lightning frees the last step's gradients between forward and backward: in forward they are there.
         graph = with_these_before(graph, {n for n in again if graph.storages[n].kind == NEW_GRADIENT})
-        graph = fold(graph, targets)
+        graph = with_gone_in_step(fold(graph, targets), gone_bytes)
         return graph, costs_of(graph, self.times)
 
 

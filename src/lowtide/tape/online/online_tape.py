@@ -114,6 +114,7 @@ class OnlineTape(HookedMode):
         self._model: Callable[[], nn.Module | None] = _no_model if model is None else weakref.ref(model)
         self._wrapped = model is not None and bool(wrapped_parameters(model))
         self.live = LiveBytes()
+        self.gone_bytes: Callable[[], int] = int  # of what was there before the step, gone since the last look
         self._holdings = Holdings()
         self._expected = expected or ExpectedBytes()
         self.known_calls = known_calls or KnownCalls()
@@ -203,6 +204,7 @@ class OnlineTape(HookedMode):
 
     def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
         """What its ops make is learned; or was, and the mode is away until it ends."""
+        self.live.now -= self.gone_bytes()
         self._num_backwards += 1
         self._seen_backward = self._unseen_backward = None
         if creates or self.problem or self._pauses or self._windows is not None or not is_on(self):
