@@ -20,7 +20,7 @@ from lowtide.device.block_size import in_blocks
 from lowtide.errors import ReplayError
 from lowtide.measurement.allocator import measuring
 from lowtide.step.sharding import observer, windows
-from lowtide.tape.online import online_tape, online_values, sharding
+from lowtide.tape.online import online_values, sharding, writes
 from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.release import Releaser
@@ -355,7 +355,7 @@ def test_a_write_to_what_a_closed_window_is_made_from_goes_by_a_copy(writes_buff
     found, _, tape = online(Rescaled(writes_buffer), 0.45 * peak)
     assert found == plain and tape.releaser.num_replayed > 0
 
-    monkeypatch.setattr(online_tape, "is_closed", lambda value: False)
+    monkeypatch.setattr(writes, "is_closed", lambda value: False)
     with pytest.raises((ReplayError, AssertionError)):
         online(Rescaled(writes_buffer), 0.45 * peak)
 
