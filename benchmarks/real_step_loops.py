@@ -292,6 +292,7 @@ def of_this_rank(steps: int) -> Sizes:
 
 def data_parallel(model: nn.Module, probe: Probe, sizes: Sizes) -> list[float]:
     wrapped = nn.parallel.DistributedDataParallel(model)
+    probe.bucket_bytes = sum(p.nbytes for p in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(SEED + 3 + int(os.environ["RANK"]))
     losses = []

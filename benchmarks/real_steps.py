@@ -4,8 +4,9 @@
     python benchmarks/real_steps.py --cases trainer       some of them: the other lines of the file stay
     python benchmarks/real_steps.py --quick               a few steps of each, nothing written unless --out says where
 
-The budget is 40 % of the largest plain step's activation memory, plus what is resident. Each case is a process of its
-own (two ranks: two processes), on one thread, and runs its loop from the same seed
+The budget is 40 % of the largest plain step's activation memory, plus what is resident, the optimizer's state and the
+buckets of data parallelism too. Each case is a process of its own (two ranks: two processes), on one thread, and runs
+its loop from the same seed
 
 - without lowtide, with the allocator's peak of each step: this gives the budget;
 - without, timed; with lowtide, timed; without, timed again;
@@ -172,7 +173,9 @@ def line(loop: Loop, *, quick: bool = False) -> dict:
     load = os.getloadavg()[0]
     sizes = loop.sizes(loop.quick_steps if quick else loop.steps)
     largest = [tuple(map(max, zip(*sizes)))] * WARM_UP
-    reference, model_bytes = _run(loop, sizes, peaks=True), resident_bytes(loop.make(), gradients_to_come=True)
+    reference = _run(loop, sizes, peaks=True)
+    state_bytes = reference.probe.state_bytes + reference.probe.bucket_bytes
+    model_bytes = resident_bytes(loop.make(), gradients_to_come=True) + state_bytes
     activation_bytes = max(_activation_bytes(record) for record in reference.records)
     batch_bytes = max(record.resident_bytes for record in reference.records) - model_bytes
     budget = model_bytes + max(0, batch_bytes) + int(FRACTION * activation_bytes)

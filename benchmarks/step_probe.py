@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.measurement.allocator import measuring
 from lowtide.planning.plan_request import Answer, PlanRequest
@@ -33,7 +35,7 @@ class StepRecord:
             ``planning``: the planner was at work meanwhile, ``online``: it was not.
         plan_overhead: What its plan predicts for the step that it was made for; 0.0 without a plan.
         peak_bytes: The allocator's peak, with what was resident at the start; None where it was not measured.
-        resident_bytes: Of that, parameters, buffers, gradients that were there, and the batch.
+        resident_bytes: Of that, parameters, buffers, gradients that were there, the optimizer's state and the batch.
     """
 
     size: int
@@ -78,6 +80,8 @@ class Probe:
     Attributes:
         planning: On the training thread, all that planning takes there.
         letters: On the thread that talks to the planner's process: JSON. It holds the interpreter meanwhile.
+        state_bytes: Of the optimizers that have stepped.
+        bucket_bytes: Of what the reducer of data parallelism keeps; the loop says so.
     """
 
     def __init__(
@@ -86,12 +90,13 @@ class Probe:
         self.model, self.fit, self.peaks, self.waits_after = model, fit, peaks, waits_after
         self.records: list[StepRecord] = []
         self.planning, self.letters = Stopwatch(), Stopwatch()
+        self.state_bytes = self.bucket_bytes = 0
         self._overhead = 0.0
 
     @contextmanager
     def step(self, batch: Any, size: int) -> Iterator[None]:
         """Around forward and backward of one step on ``batch``."""
-        resident = resident_bytes(self.model, batch)
+        resident = resident_bytes(self.model, batch) + self.state_bytes + self.bucket_bytes
         if self.peaks:
             gc.collect()  # else garbage that the step frees would count as freed by it
         busy, planned = self._planner_is_busy, self._planned_steps
@@ -111,6 +116,7 @@ class Probe:
     def installed(self) -> Iterator[None]:
         """Inside, what planning takes is timed, and which plan a step runs under is seen."""
         with ExitStack() as stack:
+            stack.callback(register_optimizer_step_post_hook(self._note_state).remove)
             if self.fit is not None:
                 plans_by_shape, planner = self.fit._lifecycle.plans_by_shape, self.fit._planner
                 for owner, name, timed in (
@@ -123,6 +129,9 @@ class Probe:
                 ):
                     stack.enter_context(mock.patch.object(owner, name, timed))
             yield
+
+    def _note_state(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.state_bytes = sum(t.nbytes for state in optimizer.state.values() for t in tensors_in(state))
 
     def _noting(self, plan_for: Callable[..., Any]) -> Callable[..., Any]:
         def noted(shape: Any) -> Any:
