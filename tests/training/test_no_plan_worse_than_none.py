@@ -11,6 +11,7 @@ from lowtide.measurement.allocator import peak_bytes
 from lowtide.training import unplanned_steps
 from lowtide.training.notices import Notices
 from lowtide.training.plans_by_shape import PlansByShape
+from lowtide.training.told_plans import ToldPlans
 from lowtide.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,7 +128,7 @@ def test_a_plan_above_the_budget_has_to_be_faster_than_steps_without_one(above_b
 def test_the_least_of_one_kind_of_step_is_not_told_as_that_of_another(is_named, monkeypatch):
     """Steps that make their gradients run at the least there is; those that add to them are better without a plan."""
     if not is_named:
-        monkeypatch.setattr(PlansByShape, "_which", lambda self, shapes: "")
+        monkeypatch.setattr(ToldPlans, "which", lambda self, shapes: "")
     training = Training()
     least = {adding: int(share * training.budget) for adding, share in ((False, 1.5), (True, 1.3))}
 

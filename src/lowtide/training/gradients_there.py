@@ -1,4 +1,4 @@
-"""The gradients that a model has when a step begins, and which of them have gone since.
+"""The gradients that a model has when a step begins, which of them have gone since, and what steps make of that.
 
 Many loops free the last step's gradients between forward and backward (``loss = ...; optimizer.zero_grad();
 loss.backward()``), Lightning's is one. They are there in forward, and their room is free in backward.
@@ -9,6 +9,8 @@ import weakref
 import torch
 from torch import nn
 
+from lowtide.graph.gradients import with_gradients_before, with_gradients_gone
+from lowtide.graph.step_graph import StepGraph
 from lowtide.step.operators import allocated_bytes, gradient_of, storage_of
 from lowtide.step.subclasses import plain_tensors
 
@@ -45,3 +47,36 @@ class GradientsThere:
         sizes = [self._storages.pop(key)[1] for key in gone]
         self.gone_bytes += sizes
         return sum(sizes)
+
+
+class AddingSteps:
+    """Whether steps that begin with gradients add to them, by the pattern of their calls.
+
+    Where steps of a pattern do one and the other, as where micro-batches are accumulated, they count as adding.
+    """
+
+    def __init__(self) -> None:
+        self._adds: dict[str, bool] = {}  # False: none so far, all have let go of them
+
+    def note(self, pattern: str, *, adds: bool) -> bool:
+        """A step has ended that began with gradients: whether its pattern counts as another now."""
+        if self._adds.get(pattern) in (True, adds):
+            return False
+        self._adds[pattern] = adds
+        return True
+
+    def adds(self, pattern: str) -> bool:
+        """Whether one of its steps has added to gradients."""
+        return self._adds.get(pattern, False)
+
+    def as_steps_are(self, pattern: str, graph: StepGraph) -> StepGraph:
+        """``graph`` of a step that begins with gradients, as those of ``pattern`` go on with them."""
+        adds = self._adds.get(pattern)
+        if adds and graph.gone_bytes:
+            return with_gradients_before(graph)
+        if adds is False and not graph.gone_bytes:
+            return with_gradients_gone(graph)
+        return graph
+
+    def clear(self) -> None:
+        self._adds.clear()

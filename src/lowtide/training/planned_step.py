@@ -26,7 +26,7 @@ def num_nodes() -> int:
     return int(_get_sequence_nr())
 
 
-@dataclass
+@dataclass(eq=False)
 class PlannedStep:
     """A plan at hand, and the tape that carries it out.
 

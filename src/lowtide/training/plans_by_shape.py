@@ -7,17 +7,15 @@ shapes, without watching them. Elsewhere a shape that is much smaller than the o
 gets a plan of its own.
 """
 
-import logging
 import weakref
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from lowtide.errors import BudgetInfeasibleError, LowtideError, TierError
 from lowtide.graph.costs import Costs
-from lowtide.graph.gradients import with_gradients_before, with_gradients_gone, with_gradients_made
+from lowtide.graph.gradients import with_gradients_before, with_gradients_made
 from lowtide.graph.step_graph import StepGraph
 from lowtide.options import FitOptions
 from lowtide.plan import Plan
@@ -32,22 +30,22 @@ from lowtide.solvers.dispatch import solve
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
 from lowtide.tracing.model_facts import ModelFacts
-from lowtide.training.kinds_of_steps import UsualKinds
+from lowtide.training.differing_steps import MOST_REPLANS, STEPS_REMEMBERED, DifferingSteps, Verdict
+from lowtide.training.gradients_there import AddingSteps
+from lowtide.training.known_steps import KnownStep, KnownSteps
 from lowtide.training.notices import Notices
-from lowtide.training.plan_queue import Asked, PlanQueue
+from lowtide.training.plan_queue import Asked, PlanQueue, Shapes
 from lowtide.training.planned_step import PlannedStep
+from lowtide.training.plans_at_hand import PlansAtHand
 from lowtide.training.shared_tiers import SharedTiers
 from lowtide.training.status import WATCHED
+from lowtide.training.told_plans import ToldPlans
 from lowtide.training.unplanned_steps import UnplannedSteps
 from lowtide.units import format_bytes
 
-logger = logging.getLogger("lowtide")
-_MAX_REPLANS = 2  # of one shape, when its steps turn out to run other ops than the plan knows
 _PEAK_TOLERANCE = 0.01  # of what a step may take: a plan is kept that took so much more
-_STEPS_REMEMBERED = 8  # of one pattern: where most of them took more than planned, no plan fits
 _MOST_EVENTS_AT_ONCE = 10_000  # of a graph that is planned while a step waits: a second or two
 _MOST_IN_VAIN, _THEN_EVERY = 3, 8  # plans that served no step; of the steps after them, so many are recorded
-_MOST_TOLD = 3  # plans, one line each: batches of many sizes have many
 _WORTH_OWN_PLAN = 0.005  # of the plain step's time: what a step that makes its gradients could do without
 _MUCH_SMALLER = 0.85  # of the shape whose plan serves it: worth a plan of its own
 _RUN_ONLINE = (
@@ -64,10 +62,7 @@ class PlansByShape:
     """One model's plans.
 
     Attributes:
-        plans: The one used last at the end.
-        seen: Shapes of the first calls of steps.
         is_sharded: Parameters are whole for moments only, or in parts.
-        least_bytes: By shape, the least budget there is, where the planner was asked for less.
         unplanned: What steps without a plan took.
     """
 
@@ -81,37 +76,35 @@ class PlansByShape:
     ) -> None:
         self._model = weakref.ref(facts.model)
         self._options, self._tiers, self._reasons = options, tiers, reasons
-        self.plans: list[PlannedStep] = []
-        self.seen: set[CallShape] = set()
-        self._planned_s = 0.0  # of answers that are there
-        self.least_bytes: dict[CallShape, int] = {}
-        self._num_told = 0  # plans
-        self._told_least = ""  # the line that plans are above the budget
-        self.unplanned = UnplannedSteps()
-        self._kinds = UsualKinds()
-        self._queue = PlanQueue(planner, self._kinds.is_gone)
         self.is_sharded = facts.is_wrapped or facts.is_partitioned
-        # Of the last planned steps of each pattern: did they run other ops?
-        self._diverged: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=_STEPS_REMEMBERED))
-        self._unsteady: set[str] = set()  # patterns whose steps run other ops each time
-        self._num_nodes: dict[tuple[CallShape, ...], Mapping[int, int]] = {}  # of watched steps
-        self._kind_of: dict[tuple[CallShape, ...], int | None] = {}  # likewise
-        # The last watched graph of these shapes, its step's global flags, and those ops that need no other proof.
-        self._proven: dict[tuple[CallShape, ...], tuple[StepGraph, tuple, frozenset[int]]] = {}
-        self._aside: dict[tuple[CallShape, ...], PlannedStep] = {}  # see ``best_that_fits``
-        self._expects_other: set[tuple[CallShape, ...]] = set()
-        self._alone: set[CallShape] = set()  # run other ops than the plans that cover them
-        self._refused: set[CallShape] = set()
-        self._replans: Counter[CallShape] = Counter()
+        self._at_hand = PlansAtHand()
+        self._told = ToldPlans(options.max_plans, reasons)
+        self.unplanned = UnplannedSteps()
+        self._differing = DifferingSteps()
+        self._known = KnownSteps()
+        self._adding = AddingSteps()
         self._statistics = ShapeStatistics()
-        # By pattern of steps that begin with gradients: whether one has added to them; False: none so far, all let go.
-        self._adds: dict[str, bool] = {}
+        self._queue = PlanQueue(planner, self._differing.kinds.is_gone)
+        self._refused: set[CallShape] = set()
         self._doubted: set[CallShape] = set()  # watched next time: steps ran otherwise than their derived graphs
         self._budget_bytes: int | None = None  # None before the first watched step
+        self._planned_s = 0.0  # of answers that are there
         self._choice_after = 0  # so many steps: another look at which shapes are worth a plan
         self._num_steps = 0
         self._in_vain = 0  # plans that came since one of them has served a step
-        self._afresh_at, self._times_afresh = -_STEPS_REMEMBERED, 0  # see ``start_afresh``: after which step, in a row
+        self._afresh_at, self._times_afresh = -STEPS_REMEMBERED, 0  # see ``start_afresh``: after which step, in a row
+
+    @property
+    def plans(self) -> list[PlannedStep]:
+        return self._at_hand.plans
+
+    @property
+    def seen(self) -> set[CallShape]:
+        return self._told.seen
+
+    @property
+    def least_bytes(self) -> dict[CallShape, int]:
+        return self._told.least_bytes
 
     @property
     def planning_s(self) -> float:
@@ -149,10 +142,8 @@ class PlansByShape:
                 return None
         if found is None:
             return None
-        found.last_served = shape
         self._in_vain = 0
-        self.plans.remove(found)
-        self.plans.append(found)
+        self._at_hand.use(found, shape)
         return found
 
     def wants_graph(self, shape: CallShape) -> bool:
@@ -161,7 +152,7 @@ class PlansByShape:
         Where plan after plan serves no step, since each is of another shape, few are: recording costs more than a step.
         A shape that follows from others is no such: its plan is made anyhow, and this step is what it is compared with.
         """
-        if shape in self._refused or shape.pattern in self._unsteady or self._kinds.waits(shape.pattern):
+        if shape in self._refused or self._differing.run_online(shape.pattern):
             return False
         if self._in_vain >= _MOST_IN_VAIN and self._num_steps % _THEN_EVERY and not self._is_family_shape(shape):
             return False
@@ -169,18 +160,16 @@ class PlansByShape:
 
     def _is_waiting_for(self, shape: CallShape) -> bool:
         """Whether a plan that will serve ``shape`` is asked for."""
-        return any(s == shape if shape in self._alone else s.covers(shape) for s in self._queue.first_shapes)
+        return any(s == shape if shape in self._differing.alone else s.covers(shape) for s in self._queue.first_shapes)
 
     def _serving(self, shape: CallShape) -> PlannedStep | None:
         """The plan of ``shape``, or of those whose shape covers it the one that recomputes least."""
-        if shape.pattern in self._unsteady:
+        if shape.pattern in self._differing.unsteady:
             return None
-        exact = next((p for p in self.plans if p.shapes[0] == shape), None)
-        if exact is not None or shape in self._alone:
+        exact = self._at_hand.of_shape(shape)
+        if exact is not None or shape in self._differing.alone:
             return exact
-        # What travels to other tiers has to be of the planned size.
-        covering = [p for p in self.plans if not p.plan.tiers and p.shapes[0].covers(shape)]
-        return min(covering, key=lambda p: (p.plan.predicted_overhead, p.shapes[0].sizes), default=None)
+        return self._at_hand.covering(shape)
 
     def _from_other_micro_batch(self, shape: CallShape, found: PlannedStep | None) -> PlannedStep | None:
         """The plan for a step that adds to gradients from that of the step that makes them, or the other way round.
@@ -192,8 +181,8 @@ class PlansByShape:
             found: The best plan so far, which is returned where there is no better one.
         """
         twin = shape.without_gradients() if shape.has_gradients else shape.with_gradients()
-        other = next((p for p in self.plans if p.shapes[0] == twin), None)
-        if other is None or shape in self._refused | self._alone or self._is_waiting_for(shape):
+        other = self._at_hand.of_shape(twin)
+        if other is None or shape in self._refused | self._differing.alone or self._is_waiting_for(shape):
             return found
         if self.is_sharded:  # gradients are made whole, and reduced: only a watch tells
             return found
@@ -201,17 +190,14 @@ class PlansByShape:
         if budget_bytes is None:
             return found
         if shape.has_gradients:
-            graph = self._as_steps_are(shape.pattern, with_gradients_before(other.graph))
+            graph = self._adding.as_steps_are(shape.pattern, with_gradients_before(other.graph))
             shapes = tuple(s.with_gradients() for s in other.shapes)
         elif other.plan.predicted_overhead > _WORTH_OWN_PLAN:
             graph = with_gradients_made(other.graph)
             shapes = tuple(s.without_gradients() for s in other.shapes)
         else:
             return found
-        program = other.tape.program
-        self._num_nodes[shapes], self._kind_of[shapes] = other.num_nodes, other.kind
-        if program.flags is not None:
-            self._proven[shapes] = graph, program.flags, frozenset(program.proven_ops)
+        self._known.follow(other, shapes, graph)
         if shape.has_gradients:
             with suppress(LowtideError):
                 plan = with_decisions_of(replace(other.plan, budget_bytes=budget_bytes), graph, other.costs)
@@ -238,8 +224,8 @@ class PlansByShape:
 
     def note_kind(self, shape: CallShape, kind: int | None) -> None:
         """A step has ended that began with a call of ``shape``; see ``RunningStep.kind``."""
-        self._kinds.note(shape.pattern, kind)
-        if self._kinds.waits_in_vain(shape.pattern):
+        self._differing.kinds.note(shape.pattern, kind)
+        if self._differing.kinds.waits_in_vain(shape.pattern):
             self._reasons.say(f"steps run other ops each time {_RUN_ONLINE}")
 
     def note_gradients(self, shape: CallShape, *, adds: bool) -> None:
@@ -247,35 +233,23 @@ class PlansByShape:
 
         Args:
             adds: They were there when its backward began. Else ``zero_grad`` had let go of them: steps have that much
-                more room in backward. Where steps of a pattern do one and the other, as where micro-batches are
-                accumulated, plans are for those that add.
+                more room in backward.
         """
         pattern = shape.pattern
-        if self.is_sharded or self._adds.get(pattern) in (True, adds):
+        if self.is_sharded or not self._adding.note(pattern, adds=adds):
             return
-        self._adds[pattern] = adds
+        as_steps_are = partial(self._adding.as_steps_are, pattern)
         if adds:
             self._statistics.forget(shape)
         for planned in [p for p in self.plans if p.shapes[0].pattern == pattern]:
-            graph = self._as_steps_are(pattern, planned.graph)
+            graph = as_steps_are(planned.graph)
             if graph is not planned.graph and (adds or not planned.keeps_everything):
                 if adds:
-                    self.plans.remove(planned)
+                    self._at_hand.let_go(planned)
                 self._ask_of(planned, graph)
-        for shapes, (graph, flags, proven_ops) in self._proven.items():
-            if shapes[0].pattern == pattern:  # its ops are the same
-                self._proven[shapes] = self._as_steps_are(pattern, graph), flags, proven_ops
-        self._queue.change_graphs(pattern, partial(self._as_steps_are, pattern))
+        self._known.change_graphs(pattern, as_steps_are)
+        self._queue.change_graphs(pattern, as_steps_are)
         self._ask_next()
-
-    def _as_steps_are(self, pattern: str, graph: StepGraph) -> StepGraph:
-        """``graph`` of a step that begins with gradients, as those of ``pattern`` go on with them."""
-        adds = self._adds.get(pattern)
-        if adds and graph.gone_bytes:
-            return with_gradients_before(graph)
-        if adds is False and not graph.gone_bytes:
-            return with_gradients_gone(graph)
-        return graph
 
     def note_step(self, planned: PlannedStep, num_nodes: Mapping[int, int], *, diverged: bool) -> None:
         """A step has ended that began under ``planned``.
@@ -284,22 +258,18 @@ class PlansByShape:
             num_nodes: How many autograd nodes each call made.
             diverged: The step ran other ops.
         """
+        pattern = planned.shapes[0].pattern
         planned.diverged = diverged
-        before = self._diverged[planned.shapes[0].pattern]
-        before.append(diverged)
+        self._differing.note(pattern, differed=diverged)
         if not planned.is_known and not diverged and len(num_nodes) == len(planned.shapes):
             planned.num_nodes = num_nodes
-        planned.tape.matches_all = self._may_diverge(planned.shapes[0].pattern)
-
-    def _may_diverge(self, pattern: str) -> bool:
-        """Whether steps of this pattern may run other ops than planned, as others have: each op is followed then."""
-        return any(self._diverged[pattern]) or self._kinds.vary(pattern)
+        planned.tape.matches_all = self._differing.may_differ(pattern)
 
     def why_no_plan(self, shape: CallShape) -> str:
         """In words, where ``plan_for`` has none."""
         if shape in self._refused:
             return "there is no plan for steps like the last one"
-        if shape.pattern in self._unsteady or self._kinds.waits(shape.pattern):
+        if self._differing.run_online(shape.pattern):
             return "steps like the last one run other ops each time, so they run online"
         if self._is_waiting_for(shape):
             return f"the plan for the last step is still being made, for {self._asked_s:.0f} s by now"
@@ -313,93 +283,52 @@ class PlansByShape:
     def _keep_diverged(self, planned: PlannedStep) -> bool:
         """The last step under ``planned`` ran other ops: whether it is still the best there is."""
         planned.diverged = False
-        shape, own = planned.last_served, planned.shapes[0]
-        steps = self._diverged[own.pattern]
-        is_full, out_of_replans = len(steps) == _STEPS_REMEMBERED, self._replans[own] >= _MAX_REPLANS
-        is_usual = self._kinds.is_usual(own.pattern, planned.kind)
-        if planned.kind is None:  # its steps take more than it is worth, or nobody knows its kind
-            is_unsteady = (out_of_replans or is_full) and 2 * sum(steps) > len(steps)
-        else:
-            is_unsteady = is_usual and is_full and all(steps)  # of these modules, and of other sizes each time
-        if is_unsteady:
-            self._run_online(own.pattern)
-            return False
-        if shape != own and not is_usual and self._kinds.is_gone(own.pattern, planned.kind):
-            # Not for that shape: it fits no step that comes now.
-            self._alone -= {other for other in self._alone if other.pattern == own.pattern}
+        verdict = self._differing.judge(planned)
+        if verdict is Verdict.NO_PLAN_FITS:
+            self._run_online(planned.shapes[0].pattern)
+        elif verdict is Verdict.LET_GO:
             self._let_go(planned)
-            return False
-        if shape is not None and shape != own:
-            self._alone.add(shape)
-            return False
-        if is_usual or (planned.kind is None and out_of_replans):
-            return True
-        if planned.kind is None:
-            self._replans[own] += 1
-        else:
-            self._kinds.wait_for_usual(own.pattern)
-            steps.clear()  # under a plan that is no measure for those to come
-        self._let_go(planned)
-        return False
+        return verdict is Verdict.KEEP
 
     def _let_go(self, planned: PlannedStep) -> None:
         """Its steps run other ops."""
-        self._aside.pop(planned.shapes, None)
-        self.plans.remove(planned)
+        self._at_hand.let_go(planned)
         if planned.is_derived:
             self._doubted.add(planned.shapes[0])  # the next watch tells what is different
         else:
             self._statistics.forget(planned.shapes[0])
 
     def note_left(self, planned: PlannedStep, peak_bytes: int) -> None:
-        """A step left ``planned`` and took that.
-
-        What a plan keeps is kept, so one of larger steps would be better, unless this one's come often.
-        """
-        pattern = planned.shapes[0].pattern
-        is_rare = planned.kind is not None and not self._kinds.is_often(pattern, planned.kind)
-        if is_rare and self._is_too_much(planned, peak_bytes):
-            planned.kind = None
-            self._kinds.wait_for_usual(pattern)
+        """A step left ``planned`` and took that."""
+        if self._is_too_much(planned, peak_bytes):
+            self._differing.note_left_above(planned)
 
     def _run_online(self, pattern: str) -> None:
         """Steps that start with calls of ``pattern`` have no plan from now on."""
-        steps = self._diverged[pattern]
-        self._unsteady.add(pattern)
-        self._aside.clear()
-        self.plans = [p for p in self.plans if p.shapes[0].pattern != pattern]
+        num_differed, num_steps = self._differing.lately(pattern)
+        self._at_hand.let_go_where(lambda planned: planned.shapes[0].pattern == pattern)
         self._reasons.say(
-            f"{sum(steps)} of the last {len(steps)} steps under a plan ran other ops than planned, or of other sizes "
+            f"{num_differed} of the last {num_steps} steps under a plan ran other ops than planned, or of other sizes "
             + _RUN_ONLINE
         )
 
     def start_afresh(self, before_bytes: int, now_bytes: int) -> None:
         """The model's parameters take other bytes: nothing is known any more of the sizes in its steps."""
-        often = self._num_steps - self._afresh_at < _STEPS_REMEMBERED
+        often = self._num_steps - self._afresh_at < STEPS_REMEMBERED
         self._times_afresh = self._times_afresh + 1 if often else 1
         self._afresh_at = self._num_steps
-        self.plans = []
+        self._at_hand.let_go_where(lambda _: True)
         self._queue.drop(lambda _: True)
         self._statistics, self.unplanned = ShapeStatistics(), UnplannedSteps()
-        for known in (
-            self._proven,
-            self._num_nodes,
-            self._kind_of,
-            self.least_bytes,
-            self._diverged,
-            self._replans,
-            self._kinds,
-            self._adds,
-        ):
+        self._differing.start_afresh()
+        for known in (self._known, self._adding, self.least_bytes, self._refused, self._doubted):
             known.clear()
-        for shapes in (self._refused, self._doubted, self._alone):
-            shapes.clear()
         self._say_least()
         took = f"the model's parameters took {format_bytes(before_bytes)}, and take {format_bytes(now_bytes)}"
-        if self._times_afresh <= _MAX_REPLANS:
+        if self._times_afresh <= MOST_REPLANS:
             self._reasons.say_latest("afresh", f"{took}: plans were for other sizes, so steps are watched again")
             return
-        self._unsteady |= {shape.pattern for shape in self.seen}
+        self._differing.unsteady |= {shape.pattern for shape in self.seen}
         self._reasons.say_latest("afresh", f"{took}, and change every few steps: no plan fits, steps run online")
 
     def change_budget(self, budget_bytes: int) -> None:
@@ -407,10 +336,9 @@ class PlansByShape:
         self._budget_bytes = budget_bytes
         self._refused -= {shape for shape, least in self.least_bytes.items() if least <= budget_bytes}
         self._say_least()
-        self._aside.clear()
         self.unplanned = UnplannedSteps()
         wrong = [p for p in self.plans if _exceeds(p, budget_bytes) or _is_tight(p, budget_bytes)]
-        self.plans = [p for p in self.plans if not _exceeds(p, budget_bytes)]
+        self._at_hand.let_go_where(lambda planned: _exceeds(planned, budget_bytes))
         self._queue.change_budget(budget_bytes)
         for p in wrong:
             self._queue.add(p.shapes, self._request_for(p.graph, p.costs, budget_bytes), p.kind)
@@ -422,8 +350,7 @@ class PlansByShape:
         The ops are the same, so no step has to be watched for that, and nothing to be proven again. What is more may
         have come for a moment, so ``planned`` is put aside.
         """
-        self.plans.remove(planned)
-        self._aside[planned.shapes] = planned
+        self._at_hand.put_aside(planned)
         graph = self._with_resident(planned, "other", more_bytes)
         if not self._is_waiting_for(planned.shapes[0]):
             self._ask(planned.shapes, graph, planned.costs, budget_bytes)
@@ -431,29 +358,8 @@ class PlansByShape:
     def best_that_fits(
         self, shape: CallShape, planned: PlannedStep | None, fits: Callable[[PlannedStep], bool]
     ) -> PlannedStep | None:
-        """``planned``, or the one that was put aside for a step of ``shape``: of those that fit, what costs least.
-
-        One of the two was made for more beside the step than the other, so they change places as often as that comes
-        and goes, and nothing is planned or watched for it.
-
-        Args:
-            planned: What ``plan_for`` has found.
-            fits: Whether a plan fits beside what is there now.
-        """
-        other = next((p for p in self._aside.values() if p.shapes[0] == shape), None)
-        if other is None or (planned is not None and planned.shapes != other.shapes) or not fits(other):
-            return planned
-        if planned is not None:
-            if other.plan.predicted_overhead >= planned.plan.predicted_overhead and fits(planned):
-                return planned
-            self.plans.remove(planned)
-            self._aside[other.shapes] = planned
-        else:  # the one that was asked for in its place comes yet, and goes aside
-            del self._aside[other.shapes]
-            self._expects_other.add(other.shapes)
-        other.last_served = shape
-        self.plans.append(other)
-        return other
+        """See ``PlansAtHand``. ``planned`` is what ``plan_for`` has found."""
+        return self._at_hand.best_that_fits(shape, planned, fits)
 
     def keep_least(self, planned: PlannedStep, more_bytes: int) -> PlannedStep:
         """So much more is there before its step, and ``planned`` is the least there is: it takes that much more."""
@@ -475,7 +381,7 @@ class PlansByShape:
             plan = with_decisions_of(replace(planned.plan, budget_bytes=budget_bytes), graph, planned.costs)
             found = self._put_in_force(planned.shapes, graph, planned.costs, plan)
         if found is None:
-            self.plans.remove(planned)
+            self._at_hand.plans.remove(planned)
         if found is None or (more_bytes < 0 and not found.keeps_everything):
             self._queue.drop(lambda shapes: shapes == planned.shapes)
             self._ask(planned.shapes, graph, planned.costs, budget_bytes)
@@ -483,7 +389,7 @@ class PlansByShape:
 
     def _ask_of(self, planned: PlannedStep, graph: StepGraph) -> None:
         """Have its steps planned again, with ``graph``, whose ops are the same."""
-        self._keep_known(planned, graph)
+        self._known.follow(planned, planned.shapes, graph)
         if (budget_bytes := self._budget_bytes or planned.plan.budget_bytes) is not None:
             self._queue.add(planned.shapes, self._request_for(graph, planned.costs, budget_bytes), planned.kind)
 
@@ -492,15 +398,8 @@ class PlansByShape:
         resident = dict(planned.graph.resident)
         resident[part] = resident.get(part, 0) + more_bytes
         graph = replace(planned.graph, resident=resident)
-        self._keep_known(planned, graph)
+        self._known.follow(planned, planned.shapes, graph)
         return graph
-
-    def _keep_known(self, planned: PlannedStep, graph: StepGraph) -> None:
-        """What is known of the ops of ``planned`` is known of ``graph``, which has the same."""
-        program = planned.tape.program
-        if program.flags is not None:
-            self._proven[planned.shapes] = graph, program.flags, frozenset(program.proven_ops)
-        self._num_nodes[planned.shapes] = planned.num_nodes
 
     def put(self, planned: PlannedStep) -> None:
         """Put a plan in force in place of one for the same shapes; of too many the one used least recently goes."""
@@ -508,30 +407,17 @@ class PlansByShape:
         planned.tape.proves_at_birth = self._reasons.say_saved
         planned.tape.on_other_numbers = self._reasons.say_proven_anew
         planned.tape.on_refusal = self._reasons.say_not_moved
-        if (op := next((op for op in planned.plan.ops if op.dynamic), None)) is not None:  # what follows from it is too
-            where = planned.plan.frames[op.frame].path or ("the model" if op.frame else "the loss outside the model")
-            self._reasons.say(
-                f"sizes of {op.name} in {where} depend on data: a planned step in which they are larger than in the "
-                "planned one leaves its plan where a module call shows that, and takes more than the budget elsewhere"
-            )
-        for replaced in [p for p in self.plans if p.shapes == planned.shapes]:
-            if replaced.graph is planned.graph:
-                program = replaced.tape.program
-                planned.tape.program.note_proven(program.flags, program.proven_ops)
-            self.plans.remove(replaced)
-            if planned.shapes in self._expects_other:
-                self._aside[planned.shapes] = replaced
-        self._expects_other.discard(planned.shapes)
-        self.plans.append(planned)
+        self._told.say_dynamic(planned.plan)
+        self._at_hand.put(planned)
         self._make_room()
 
     # -- shapes that nobody has watched -----------------------------------------------------------------------
 
     def _is_family_shape(self, shape: CallShape) -> bool:
         """Whether the graph of ``shape`` follows from others. What to plan for is estimated for method exact alone."""
-        if self._options.method != "exact" or shape.pattern in self._unsteady:
+        if self._options.method != "exact" or shape.pattern in self._differing.unsteady:
             return False
-        return shape not in self._alone | self._refused and self._statistics.knows(shape)
+        return shape not in self._differing.alone | self._refused and self._statistics.knows(shape)
 
     def _plan_unwatched(self, shape: CallShape, found: PlannedStep | None) -> PlannedStep | None:
         """The plan for ``shape``, whose graph follows from others; what is worth another plan is asked for.
@@ -584,11 +470,10 @@ class PlansByShape:
         plan = replace(plan, budget_bytes=self._budget_bytes, budget_kind=self._options.budget_kind)
         if plan.budgeted_peak_bytes > self._budget_bytes:
             return None
-        self.plans = [
-            p for p in self.plans if not (p.keeps_everything and shape.covers(p.shapes[0]))
-        ]  # fmt: skip
+        for smaller in [p for p in self.plans if p.keeps_everything and shape.covers(p.shapes[0])]:
+            self._at_hand.let_go(smaller)
         planned = self._put_in_force(shapes, known.graph, known.costs, plan)
-        self._tell(plan, "a shape that follows from others: fits without recompute, not planned")
+        self._told.tell(plan, len(self.plans), "a shape that follows from others: fits without recompute, not planned")
         return planned
 
     def _make_room(self) -> None:
@@ -606,7 +491,7 @@ class PlansByShape:
 
     def request(
         self,
-        shapes: tuple[CallShape, ...],
+        shapes: Shapes,
         graph: StepGraph,
         costs: Costs,
         budget_bytes: int,
@@ -623,12 +508,11 @@ class PlansByShape:
             proven_ops: Those of the graph that need no other proof under these global ``flags``.
         """
         pattern = shapes[0].pattern
-        if not self._kinds.is_worth_a_plan(pattern, kind):
+        if not self._differing.kinds.is_worth_a_plan(pattern, kind):
             return
-        if self._adds.get(pattern):
-            graph = self._as_steps_are(pattern, graph)
-        self._num_nodes[shapes], self._kind_of[shapes] = num_nodes, kind
-        self._proven[shapes] = graph, flags, proven_ops | self._proven_in_twin(shapes, graph, flags)
+        if self._adding.adds(pattern):
+            graph = self._adding.as_steps_are(pattern, graph)
+        self._known.note(shapes, KnownStep(num_nodes, kind, graph, flags, proven_ops))
         self._budget_bytes = budget_bytes
         self._doubted.discard(shapes[0])
         if reason := self._statistics.note(shapes, graph, costs):
@@ -637,25 +521,13 @@ class PlansByShape:
         if not self._is_waiting_for(shapes[0]):
             self._ask(shapes, graph, costs, budget_bytes)
 
-    def _proven_in_twin(self, shapes: tuple[CallShape, ...], graph: StepGraph, flags: tuple) -> frozenset[int]:
-        """What was proven in a step that differs from this one in that it had gradients before, or had none.
-
-        A step proves no op again that an earlier one has, so that its own proofs are few.
-        """
-        adds = shapes[0].has_gradients
-        twin = self._proven.get(tuple(s.without_gradients() if adds else s.with_gradients() for s in shapes))
-        if twin is None or twin[1] != flags or _forward_of(twin[0]) != _forward_of(graph):
-            return frozenset()
-        return twin[2]
-
     def _let_go_of_derived(self, like: CallShape) -> None:
         """Plans from derived graphs of this way to call the model, and what is asked for."""
-        self._aside.clear()
-        self.plans = [p for p in self.plans if not p.is_derived or p.shapes[0].pattern != like.pattern]
+        self._at_hand.let_go_where(lambda p: p.is_derived and p.shapes[0].pattern == like.pattern)
         self._queue.drop(lambda shapes: shapes[0].pattern == like.pattern)
 
-    def _ask(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, budget_bytes: int) -> None:
-        self._queue.add(shapes, self._request_for(graph, costs, budget_bytes), self._kind_of.get(shapes))
+    def _ask(self, shapes: Shapes, graph: StepGraph, costs: Costs, budget_bytes: int) -> None:
+        self._queue.add(shapes, self._request_for(graph, costs, budget_bytes), self._known.of(shapes).kind)
         self._ask_next()
 
     def _ask_next(self) -> None:
@@ -673,7 +545,7 @@ class PlansByShape:
         self._refused.add(shape)
         self._doubted.discard(shape)
         how = "all is saved in them" if saved else "they run online"
-        self._reasons.say(f"no plan{self._which((shape,)) or ' for steps like this one'}, {how}: {why}")
+        self._reasons.say(f"no plan{self._told.which((shape,)) or ' for steps like this one'}, {how}: {why}")
         self._say_least()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -712,13 +584,13 @@ class PlansByShape:
         except LowtideError as error:
             why = str(error).splitlines()[0]
             if any(planned is asked.first for planned in self.plans):
-                self._reasons.say(f"the planner's first plan{self._which(asked.shapes[:1])} stays in force: {why}")
+                self._reasons.say(f"the planner's first plan{self._told.which(asked.shapes[:1])} stays in force: {why}")
             else:
                 self.refuse(asked.shapes[0], why)
         else:
             made = "found the plan of an earlier run" if pending.source == "cache" else "planned beside training"
             whose = "a shape that follows from others: " if planned.is_derived else ""
-            self._tell(planned.plan, f"{whose}{made} in {pending.planning_s:.1f} s")
+            self._told.tell(planned.plan, len(self.plans), f"{whose}{made} in {pending.planning_s:.1f} s")
 
     def _note_least(self, asked: Asked, error: BudgetInfeasibleError) -> None:
         """No plan fits the budget: the one at the least there is comes next, or none, if steps without took less."""
@@ -744,9 +616,7 @@ class PlansByShape:
         """
         if not self._is_too_much(planned, peak_bytes):
             return False
-        planned.diverged, planned.kind = True, None
-        if steps := self._diverged[planned.shapes[0].pattern]:
-            steps[-1] = True
+        self._differing.note_worthless(planned)
         return True
 
     def _is_too_much(self, planned: PlannedStep, peak_bytes: int) -> bool:
@@ -754,31 +624,7 @@ class PlansByShape:
         return peak_bytes > (1 + _PEAK_TOLERANCE) * allowed
 
     def _say_least(self) -> None:
-        """That plans are above the budget: one line for all shapes, told once, and taken back where it is not so."""
-        budget_bytes = self._budget_bytes or 0
-        above = {s: least for s, least in self.least_bytes.items() if least > budget_bytes and s not in self._refused}
-        budget, before = format_bytes(budget_bytes), self._told_least
-        self._told_least = ""
-        if above:
-            which = self._which(above)
-            most = f"{'up to ' if len(above) > 1 else ''}{format_bytes(max(above.values()))}"
-            self._told_least = f"no plan fits {budget}{which}: running at the least there is, {most}"
-            self._reasons.say_first(f"least above {budget}", self._told_least)
-        if before != self._told_least:
-            self._reasons.withdraw(before)
-
-    def _which(self, shapes: Collection[CallShape]) -> str:
-        """Which of the steps so far begin with calls of ``shapes``, in words; "" where all do."""
-        others = self.seen.difference(shapes)
-        adding = {s.has_gradients for s in shapes}
-        is_kind = len(adding) == 1 and any(s.has_gradients not in adding for s in others)
-        kind = f" for steps that {'add to' if True in adding else 'make their'} gradients" if is_kind else ""
-        few, all_ = ({s.without_gradients() for s in several} for several in (shapes, {*shapes, *self.seen}))
-        if len(all_) == 1:
-            return kind
-        count = "one of " * (len(few) == 1) + str(len(all_) if len(few) == 1 else len(few))
-        what = "input shapes" if len({s.pattern for s in all_}) == 1 else "kinds of steps"
-        return f"{kind} of {count} {what}" if kind else f" for {count} {what}"
+        self._told.say_least(self._budget_bytes or 0, self._refused)
 
     def _adopted(self, asked: Asked, plan: Plan) -> PlannedStep:
         """Raises: _PlanWorseThanNoneError: steps without one are better."""
@@ -790,39 +636,17 @@ class PlansByShape:
             self._in_vain -= 1  # what comes in place of the planner's first answer is no further plan
         return planned
 
-    def _put_in_force(self, shapes: tuple[CallShape, ...], graph: StepGraph, costs: Costs, plan: Plan) -> PlannedStep:
+    def _put_in_force(self, shapes: Shapes, graph: StepGraph, costs: Costs, plan: Plan) -> PlannedStep:
         model = self._model()
         assert model is not None  # it is being called
         tape = Tape(program_of(plan), model, self._tiers.open_for(plan))
-        tape.matches_all = self._may_diverge(shapes[0].pattern)
+        tape.matches_all = self._differing.may_differ(shapes[0].pattern)
         self._in_vain += 1
-        num_nodes, kind = self._num_nodes.get(shapes, {}), self._kind_of.get(shapes)
-        planned = PlannedStep(plan, graph, costs, shapes, tape, num_nodes=num_nodes, kind=kind)
-        watched, flags, proven_ops = self._proven.get(shapes, (None, None, frozenset()))
-        if watched is graph:
-            planned.tape.program.note_proven(flags, proven_ops)
+        known = self._known.of(shapes)
+        known.tell(tape, graph)
+        planned = PlannedStep(plan, graph, costs, shapes, tape, num_nodes=known.num_nodes, kind=known.kind)
         self.put(planned)
         return planned
-
-    def _tell(self, plan: Plan, made: str) -> None:
-        """Log the first few plans of a training; the others too, for those who listen to what is less urgent."""
-        self._num_told += 1
-        logger.log(
-            logging.WARNING if self._num_told <= _MOST_TOLD else logging.INFO,
-            "lowtide: %s: peak %s of %s, overhead %.1f %%, plan %d of at most %d (%s)",
-            made,
-            format_bytes(plan.budgeted_peak_bytes),
-            format_bytes(plan.budget_bytes or plan.predicted_peak_bytes),
-            100 * plan.predicted_overhead,
-            len(self.plans),
-            self._options.max_plans,
-            plan.provenance.get("batch", "a step"),
-        )
-
-
-def _forward_of(graph: StepGraph) -> list[tuple[str, dict]]:
-    """Operators and arguments of a step's forward ops."""
-    return [(op.name, graph.signatures[op.signature]) for op in graph.forward_ops]
 
 
 def _exceeds(planned: PlannedStep, budget_bytes: int) -> bool:
