@@ -83,3 +83,4 @@ def test_kinds_vary_while_more_than_one_is_remembered():
     assert not noted(0, 0).vary(PATTERN)
     assert noted(0, 1).vary(PATTERN)
     assert not noted(1, *[0] * 16).vary(PATTERN)
+    assert not noted(0, None, 0).vary(PATTERN)  # a plan of sizes that nobody has watched has no kind

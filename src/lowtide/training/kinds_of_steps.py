@@ -87,7 +87,7 @@ class UsualKinds:
 
     def vary(self, pattern: str) -> bool:
         """Whether steps of several kinds have come lately."""
-        return len(set(self._last[pattern])) > 1
+        return len({*self._last[pattern]} - {None}) > 1
 
     def is_gone(self, pattern: str, kind: int | None) -> bool:
         """Whether such steps do not come any more, and those of one other kind do."""
