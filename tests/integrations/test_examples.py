@@ -13,7 +13,9 @@ import pytest
 
 import lowtide
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+FOLDER = Path(__file__).parents[2] / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+ON_A_DEVICE = sorted(FOLDER.glob("torchtitan/*.py"))  # torchtitan has no CPU
 
 
 QUICK = {"plain_loop"}
@@ -44,7 +46,7 @@ def is_there(module, name):
     return module == "lowtide.integrations" or bool(re.search(rf"^(def|class) {name}\b|^{name} = ", source, re.M))
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", EXAMPLES + ON_A_DEVICE, ids=lambda path: path.stem)
 def test_an_example_calls_what_there_is(script):
     """Names of lowtide, and the arguments that they are given; running the example takes ten seconds."""
     nodes = [*ast.walk(ast.parse(script.read_text()))]

@@ -58,5 +58,6 @@ def test_what_cannot_be_carried_out_is_refused_by_name(tmp_path):
     )
     assert told["weights"].startswith("BudgetInfeasibleError: no plan fits budget=1.00 KiB")
     assert told["on_excess"].startswith("IntegrationError: on_excess='raise' has no meaning where blocks are compiled")
+    assert told["graphs"].startswith("IntegrationError: torchtitan runs its training step as a CUDA graph")
     assert told["typing error"].startswith("ValueError: budget='6Gob': 'Gob' is not a unit of memory")
     assert told["version"].startswith("IntegrationError: torchtitan 0.3.0 was never tried")

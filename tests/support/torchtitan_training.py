@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import types
 from typing import Any
 
 import torch
@@ -95,6 +96,10 @@ def refused(rank: int, folder: str) -> dict[str, str]:
     torch._dynamo.reset()
     config = torchtitan_on_cpu.trainer_config(folder=folder, compiled=True)
     told["on_excess"] = _error(lambda: torchtitan.fit(torchtitan_on_cpu.made(config), budget="1GiB", on_excess="raise"))
+    policy, layer = LowtideAC.Config(budget="1GiB").build(dump_folder=""), nn.Linear(2, 2)
+    policy.apply(layer)
+    graphed = types.FunctionType((lambda call: call()).__code__, {"__name__": "torchtitan.distributed.cudagraph"})
+    told["graphs"] = _error(lambda: graphed(lambda: layer(torch.ones(2))))
     told["typing error"] = _error(lambda: LowtideAC.Config(budget="6Gob").build(dump_folder=""))
     versions = torchtitan.check_version.__globals__["SUPPORTED"]
     before, versions["torchtitan"] = versions["torchtitan"], ("9", "10")

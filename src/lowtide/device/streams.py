@@ -70,3 +70,8 @@ def synchronize_all() -> None:
     """Wait for every accelerator here."""
     for index in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(index)
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what runs now is captured in a CUDA graph, which runs it again later without its Python code."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -10,7 +10,9 @@ Where torchtitan compiles the blocks, ``lowtide.compile`` does in its place, wit
 compiled code stores is out of reach from outside, and cannot run again there while the parameters are in parts.
 """
 
+import sys
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +30,11 @@ from lowtide.options import WARN
 from lowtide.step.module_calls import compiled_parts
 from lowtide.training.fitted_model import Fit
 from lowtide.units import parse_budget
+
+_CUDA_GRAPHS = (
+    "torchtitan runs its training step as a CUDA graph, which replays one step whatever a plan says.\n"
+    "Set training.disable_cuda_graphs=True (--training.disable_cuda_graphs)."
+)
 
 
 class LowtideAC(ActivationCheckpointing):
@@ -66,6 +73,8 @@ class LowtideAC(ActivationCheckpointing):
 
         def first_call(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
+                if _is_graphed():
+                    raise IntegrationError(_CUDA_GRAPHS)
                 model._compiled_call_impl = None
                 optimizers.stop()
                 self.fits.append(_fit(model, optimizers.of(model), options))
@@ -95,14 +104,20 @@ def fit(trainer: Any, *, budget: int | str = "auto", **options: Any) -> Fit | Co
         )
     config = trainer.config
     if is_accelerator(trainer.device) and not config.training.disable_cuda_graphs:
-        raise IntegrationError(
-            "CUDA graphs replay the first step, whatever a plan says.\nSet training.disable_cuda_graphs=True."
-        )
+        raise IntegrationError(_CUDA_GRAPHS)
     if hasattr(config.activation_checkpoint, "memory_budget"):
         raise IntegrationError(
             "MemoryBudgetAC has the compiler recompute what a plan decides about.\nSet activation_checkpoint=None."
         )
     return _fit(trainer.model_parts[0], list(trainer.optimizers.optimizers), {"budget": budget, **options})
+
+
+def _is_graphed() -> bool:
+    """Whether torchtitan's wrapper of a CUDA graph is on the stack; its first call runs without one."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torchtitan.distributed.cudagraph":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _fit(model: nn.Module, optimizers: list[torch.optim.Optimizer], options: dict[str, Any]) -> Fit | CompiledModel:

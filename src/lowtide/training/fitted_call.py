@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lowtide.device.out_of_memory import is_out_of_memory
+from lowtide.device.streams import is_captured
 from lowtide.errors import LowtideError
 from lowtide.options import FitOptions
 from lowtide.shapes.call_shapes import CallShape, shape_of_call
@@ -19,7 +20,7 @@ from lowtide.tape import attach
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
-from lowtide.tracing.model_facts import ModelFacts
+from lowtide.tracing.model_facts import ModelFacts, device_of
 from lowtide.training.after_step import AfterStep
 from lowtide.training.budget import StepBudget
 from lowtide.training.call_marks import marks_in
@@ -45,6 +46,7 @@ class FittedCall:
     ) -> None:
         self._model, self._lifecycle, self._reasons = weakref.ref(facts.model), lifecycle, reasons
         self.options, self.counters = options, lifecycle.counters
+        self._device = device_of(facts.model)
         self._compiled = module_calls.CompiledCall(facts.model, "") if "" in facts.compiled else None
         self.before = None if self._compiled is None else self._compiled.before
         self._suspended_in_backward: dict[int, ExitStack] = {}  # by thread: what is away until its backward ends
@@ -78,6 +80,9 @@ class FittedCall:
         if attach.cannot_tape():
             lifecycle.past.note_untaped_call()
             return nullcontext()
+        if is_captured(self._device):
+            lifecycle.past.note_captured_call()
+            return lifecycle.seams.suspended(self._step.seams)
         if not torch.is_grad_enabled():
             if self._step.takes_in_call_without_gradients():
                 return nullcontext()
@@ -183,7 +188,7 @@ class FittedCall:
             self._paused = before
 
     def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
-        if self._paused:
+        if self._paused or is_captured(self._device):
             return
         lifecycle, step = self._lifecycle, self._step
         try:
@@ -204,7 +209,7 @@ class FittedCall:
     def after_backward(
         self, roots: Iterable[Any], error: BaseException | None, *, retains: bool, creates: bool
     ) -> None:
-        if self._paused:
+        if self._paused or is_captured(self._device):
             return
         lifecycle, step = self._lifecycle, self._step
         if lifecycle.plans_by_shape.is_sharded and module_calls.thread_state.observer is step.watch:

@@ -25,6 +25,10 @@ _UNTAPED = (
     f"{_MANY_CALLS} calls of the model ran inside torch.func (grad, vjp, vmap and their like) or where saved-tensor "
     "hooks are forbidden: nothing there is taped, and those steps run as without lowtide"
 )
+_CAPTURED = (
+    "a call of the model was captured in a CUDA graph, which runs that one step again and again whatever a plan says: "
+    "its steps run as without lowtide. Train without such graphs (torchtitan: training.disable_cuda_graphs=True)"
+)
 _NO_STEP = (
     f"{_MANY_CALLS} calls of the model with gradients, and no backward of what they returned: no step has been seen. "
     "Evaluate under torch.no_grad(); fit the model that is trained"
@@ -110,6 +114,11 @@ class PastTraining:
         self._num_untaped += 1
         if self._num_untaped == _MANY_CALLS:
             self._reasons.say(_UNTAPED)
+
+    def note_captured_call(self) -> None:
+        """The model was called while a CUDA graph is captured."""
+        self._counters.why_not_planned = _CAPTURED
+        self._reasons.say(_CAPTURED)
 
     def note_backward_of_others(self) -> None:
         """Another model's, or a copy's of this one: told where it seems to be instead of this one."""
