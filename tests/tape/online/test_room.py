@@ -247,3 +247,14 @@ def test_the_same_kernel_is_expected_to_take_as_large_a_share_of_other_shapes():
         known.of(known.key(aten.add.Tensor, (double, double)), aten.add.Tensor, (double, double), {})
         == 4 * double.nbytes
     )
+
+
+def test_of_two_kernels_on_the_same_shapes_the_larger_workspace_is_expected():
+    """A convolution copies an input whose memory is in another order, and the next one on such shapes need not."""
+    known = ExpectedBytes()
+    key = known.key(aten.relu.default, (WIDE,))
+    known.learn(key, WIDE.nbytes)
+    for workspace in (3 * WIDE.nbytes, WIDE.nbytes):
+        known.learn_workspace(key, workspace)
+    assert known.known_workspace(key) == 3 * WIDE.nbytes
+    assert known.of(key, aten.relu.default, (WIDE,), {}) == 4 * WIDE.nbytes

@@ -192,9 +192,12 @@ class ExpectedBytes:
             self._needed.pop(key, None)
 
     def learn_workspace(self, key: Key, workspace_bytes: int) -> None:
-        """What the kernel allocates beside what it makes; of other shapes it is expected to take as large a share."""
+        """What the kernel allocates beside what it makes; of other shapes it is expected to take as large a share.
+
+        The most of arguments of these shapes: a convolution copies an input besides whose memory is in another order.
+        """
         self._needed.clear()  # those of other shapes follow
-        self._workspace[key] = workspace_bytes
+        self._workspace[key] = workspace_bytes = max(workspace_bytes, self._workspace.get(key, 0))
         if workspace_bytes:
             self.needs[key[0]].has_workspace = True
         moved = self._made.get(key, 0) + _read_bytes(key)
