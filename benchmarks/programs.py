@@ -185,7 +185,7 @@ def _torchtitan(packages: str, *, compiled: bool) -> dict:
         "torch.distributed.init_process_group('gloo', init_method='tcp://127.0.0.1:29519', rank=0, world_size=1)\n"
         "from support import torchtitan_training\n"
         "share = 0.7 if sys.argv[2] == 'True' else 0.6\n"  # below, no variant of a compiled block is small enough
-        "found = torchtitan_training.policies(0, sys.argv[1], share, 1, sys.argv[2] == 'True')\n"
+        "found = torchtitan_training.policies(0, sys.argv[1], share, 1, sys.argv[2] == 'True', 16)\n"
         "plain = found['none']\n"
         "for run in found.values():\n"
         "    run['same'] = (run['losses'], run['weights']) == (plain['losses'], plain['weights'])\n"

@@ -6,6 +6,7 @@ the rest of torchtitan is imported, and starts gloo; nothing that computes is re
 
 from __future__ import annotations
 
+import statistics
 import time
 import types
 from contextlib import nullcontext
@@ -134,8 +135,8 @@ def trained(trainer: Any, *, between: Any = None, around: Any = None) -> dict[st
         around: ``lowtide.measurement.allocator.measuring``: around each forward and backward.
 
     Returns:
-        Losses, weights, and peaks of forward and backward with what was ``there`` before (at its most), seconds of the
-        last three steps.
+        Losses, weights, and peaks of forward and backward with what was ``there`` before (at its most), seconds of
+        a step (the median of those in the second half).
     """
     losses: list[str] = []
     peaks: list[int] = []
@@ -165,7 +166,7 @@ def trained(trainer: Any, *, between: Any = None, around: Any = None) -> dict[st
     trainer.train()
     local = [getattr(p, "_local_tensor", p).detach().clone() for p in trainer.model_parts[0].parameters()]
     return {"losses": losses, "weights": local, "peaks": peaks, "there": max(there, default=0),
-            "seconds": sum(seconds[-3:])}  # fmt: skip
+            "seconds": statistics.median(seconds[len(seconds) // 2 :])}  # fmt: skip
 
 
 def _resident_bytes(trainer: Any) -> int:

@@ -21,7 +21,9 @@ def _start(rank: int) -> None:
     torchtitan_on_cpu.use_torchtitan()
 
 
-def policies(rank: int, folder: str, budget_share: float, accumulate: int, compiled: bool = False) -> dict[str, Any]:
+def policies(
+    rank: int, folder: str, budget_share: float, accumulate: int, compiled: bool = False, steps: int = 6
+) -> dict[str, Any]:
     """No checkpointing, torchtitan's own, and lowtide's within a share of the plain step's activations.
 
     Compiled, torchtitan has one more, the compiler's memory budget.
@@ -34,12 +36,13 @@ def policies(rank: int, folder: str, budget_share: float, accumulate: int, compi
     own = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}
     if compiled:
         own["memory budget"] = MemoryBudgetAC.Config(memory_budget=0.5)
-    found = {name: _trained(policy, folder, accumulate, compiled=compiled) for name, policy in own.items()}
+    found = {name: _trained(policy, folder, accumulate, compiled=compiled, steps=steps) for name, policy in own.items()}
     if compiled:
         torch._functorch.config.activation_memory_budget = 1.0  # torchtitan leaves it as it set it
     there, plain = found["none"]["there"], max(found["none"]["peaks"])
     budget = there + int(budget_share * (plain - there))
-    found["lowtide"] = _trained(LowtideAC.Config(budget=str(budget) + "B"), folder, accumulate, compiled=compiled)
+    ours = LowtideAC.Config(budget=str(budget) + "B")
+    found["lowtide"] = _trained(ours, folder, accumulate, compiled=compiled, steps=steps)
     found["lowtide"]["budget"] = budget
     if not compiled:
         found["over full"] = _trained(FullAC.Config(), folder, accumulate, fit_budget=budget)
@@ -47,14 +50,14 @@ def policies(rank: int, folder: str, budget_share: float, accumulate: int, compi
 
 
 def _trained(
-    policy: Any, folder: str, accumulate: int, fit_budget: int | None = None, *, compiled: bool = False
+    policy: Any, folder: str, accumulate: int, fit_budget: int | None = None, *, compiled: bool = False, steps: int = 6
 ) -> dict[str, Any]:
     """What ``torchtitan_on_cpu.trained`` tells, lowtide's status where there is one, and what is on the model."""
     from lowtide.integrations import torchtitan
     from lowtide.integrations.torchtitan import LowtideAC
 
     trainer = torchtitan_on_cpu.made(
-        torchtitan_on_cpu.trainer_config(policy, steps=6, accumulate=accumulate, folder=folder, compiled=compiled)
+        torchtitan_on_cpu.trainer_config(policy, steps=steps, accumulate=accumulate, folder=folder, compiled=compiled)
     )
     if compiled:
         torch._dynamo.reset()  # each policy has the blocks compiled for itself
