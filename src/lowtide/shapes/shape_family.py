@@ -99,7 +99,7 @@ class ShapeFamily:
     def __init__(self) -> None:
         self._examples: list[Example] = []
         self._interpolation: Interpolation | None = None
-        self._sizes: _SizeTable | None = None
+        self._table: _SizeTable | None = None
         self._signatures: _SignatureTable | None = None
         self._plain_peak: PlainPeak | None = None
 
@@ -137,8 +137,15 @@ class ShapeFamily:
     def _take(self, example: Example) -> None:
         self._examples.append(example)
         self._interpolation = Interpolation([e.dimensions for e in self._examples])
-        self._sizes = _SizeTable(self._examples, self._interpolation)
-        self._signatures = self._plain_peak = None
+        self._table = self._signatures = self._plain_peak = None
+
+    @property
+    def _sizes(self) -> "_SizeTable":
+        """Made when it is asked for: examples come several at a time."""
+        if self._table is None:
+            assert self._interpolation is not None
+            self._table = _SizeTable(self._examples, self._interpolation)
+        return self._table
 
     def confirms(self, dimensions: Vector) -> bool:
         """Whether ``derive`` gives a confirmed graph, without making it."""
@@ -146,7 +153,6 @@ class ShapeFamily:
             return True
         if self._why_unvaried(dimensions):
             return False
-        assert self._sizes is not None
         return all(e is not None and e.confirmed and e.value >= 0 for e in self._sizes.at(dimensions))
 
     def plain_bytes(self, dimensions: Vector) -> tuple[int, int] | None:
@@ -156,7 +162,6 @@ class ShapeFamily:
         """
         if self._why_unvaried(dimensions):
             return None
-        assert self._sizes is not None
         estimates = self._sizes.at(dimensions)
         if any(e is None or e.value < 0 for e in estimates):
             return None
@@ -201,7 +206,6 @@ class ShapeFamily:
                 return DerivedGraph(dimensions, example.graph, True, 0, False, least, example.costs)
         if reason := self._why_unvaried(dimensions):
             return reason
-        assert self._sizes is not None
         if self._signatures is None:
             self._signatures = _SignatureTable(self._examples)
         return _Derivation(self._examples, self._interpolation, self._sizes, self._signatures, dimensions).result()
