@@ -34,6 +34,7 @@ from lowtide.graph.costs import Costs
 from lowtide.graph.gradients import with_gone_in_step, with_these_before
 from lowtide.graph.step_graph import DROP, NEW_GRADIENT, RELEASE, UNPACK, StepGraph
 from lowtide.measurement.allocator import seen_on_cpu
+from lowtide.recording.finished_graph import add_residents, finished_graph, resident_bytes
 from lowtide.recording.gradient_sums import fold
 from lowtide.recording.recorder import Recorder
 from lowtide.recording.sharding import ShardingRecording
@@ -43,6 +44,7 @@ from lowtide.step.data_assignments import DataAssignedError
 from lowtide.step.deepspeed_engines import is_partitioned
 from lowtide.step.function_calls import ObservedFunctionCall
 from lowtide.step.operators import gradient_of, storage_of, tensors_in
+from lowtide.step.optimizer_state import existing_state_bytes
 from lowtide.step.other_hooks import CHECKPOINT
 from lowtide.step.sharding.observer import ShardingObserver
 from lowtide.step.sharding.zero3 import has_gathered
@@ -54,8 +56,6 @@ from lowtide.tape.online.online_values import Claim, SavedHandle, StoredValue
 from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tape.values import Kept
 from lowtide.tracing.model_facts import device_of
-from lowtide.tracing.optimizer_state import existing_state_bytes
-from lowtide.tracing.tracer import add_residents, finished_graph, resident_bytes
 from lowtide.training.gradients_there import GradientsThere
 from lowtide.training.planned_step import num_nodes
 from lowtide.training.watched_times import WatchedTimes
