@@ -12,7 +12,7 @@ from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.dispatch import bytes_of
-from lowtide.step.sharding.observer import PauseDuringSharding
+from lowtide.step.sharding.observer import PauseDuringSharding, ShardingObserver
 from lowtide.step.sharding.windows import OpenWindows
 from lowtide.tape.online.online_values import MARK, Recipe, StoredValue
 from lowtide.tape.online.replays import chain_of
@@ -21,8 +21,8 @@ from lowtide.tape.online.replays import chain_of
 class OnlineSharding(PauseDuringSharding):
     """Gathering and freeing leaves no recipes, and its memory counts."""
 
-    def __init__(self, tape: Any, windows: OpenWindows) -> None:
-        super().__init__(tape)
+    def __init__(self, tape: Any, other: ShardingObserver | None, windows: OpenWindows) -> None:
+        super().__init__(tape, other)
         self._online, self._windows = tape, windows
 
     def gathering(self, whole: list[torch.Tensor]) -> None:
@@ -35,6 +35,7 @@ class OnlineSharding(PauseDuringSharding):
                 tape.give_up(error)
         for storage, size in sizes:
             tape.live.add(storage, size)
+        super().gathering(whole)
 
     def gathering_done(self, whole: list[torch.Tensor], *, again: bool) -> None:
         self._windows.note_gathered(whole, again=again)
@@ -51,6 +52,7 @@ class OnlineSharding(PauseDuringSharding):
     def freed(self, whole: list[torch.Tensor]) -> None:
         for tensor in whole:
             self._online.live.forget(tensor.untyped_storage())
+        super().freed(whole)
 
 
 def is_closed(value: StoredValue) -> bool:
