@@ -225,10 +225,7 @@ class OnlineTape(HookedMode):
     def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
         """What its ops make is learned; or was, and the mode is away until it ends."""
         if self.listener is not None and not (creates or self.problem or self._pauses):
-            try:
-                self.releaser.prove_rest()  # before gradients count as gone: a plan has to drop for what forward held
-            except Exception as error:
-                self.give_up(error)
+            self.guarded(self.releaser.prove_rest)  # before gradients go: a plan has to drop for what forward held
         self.live.now -= self.gone_bytes()
         if self.listener is not None:
             self.listener.before_backward(creates=creates)
@@ -287,10 +284,7 @@ class OnlineTape(HookedMode):
         if self._windows is not None:
             self._windows.leave()
         if layer and graph_task() == -1 and not self.problem:
-            try:
-                self.releaser.prove_layer(layer)
-            except Exception as error:
-                self.give_up(error)
+            self.guarded(self.releaser.prove_layer, layer)
         if self.listener is not None:
             self.listener.leave()
 
@@ -539,10 +533,7 @@ class OnlineTape(HookedMode):
                     raise
                 failed = tried_bytes(error) << attempt
                 let_go_of_frames(error)
-            try:
-                self.releaser.make_room_after_failure(failed, attempt)
-            except Exception as own:
-                self.give_up(own)
+            self.guarded(self.releaser.make_room_after_failure, failed, attempt)
             if op is not None and op.rng is not None:
                 op.rng.put_back()
         raise AssertionError("the last attempt returns or raises")
@@ -603,6 +594,13 @@ class OnlineTape(HookedMode):
         if isinstance(error, LostMemoryError):
             raise error
         self.problem = self.problem or f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def guarded(self, call: Callable[..., Any], *args: Any) -> None:
+        """Make a call of the tape's own, whose error ends no step; see ``give_up``."""
+        try:
+            call(*args)
+        except Exception as error:
+            self.give_up(error)
 
     def _finish(self, op: RunningOp, result: Any, seconds: float) -> None:
         live, in_forward = self.live, not (op.backward or self._pauses)
@@ -780,10 +778,7 @@ class OnlineTape(HookedMode):
 
     def _end_of_unpacking(self, backward: SeenBackward | UnseenBackward | None) -> None:
         if backward is not None and not self.problem:
-            try:
-                backward.note_unpacked()
-            except Exception as error:
-                self.give_up(error)
+            self.guarded(backward.note_unpacked)
 
     def note_claimed(self, value: StoredValue) -> None:
         """Autograd wants ``value`` from now on; its memory is held."""

@@ -29,10 +29,7 @@ class OnlineSharding(PauseDuringSharding):
         tape = self._online
         sizes = [(t.untyped_storage(), t.numel() * t.itemsize) for t in whole]
         if not tape.problem:
-            try:
-                tape.releaser.make_room(sum(size for _, size in sizes))
-            except Exception as error:
-                tape.give_up(error)
+            tape.guarded(tape.releaser.make_room, sum(size for _, size in sizes))
         for storage, size in sizes:
             tape.live.add(storage, size)
         super().gathering(whole)
@@ -42,12 +39,8 @@ class OnlineSharding(PauseDuringSharding):
 
     def closing(self) -> None:
         tape = self._online
-        if tape.is_paused or tape.problem:
-            return
-        try:
-            tape.releaser.prove_window(self._windows.around_caller)
-        except Exception as error:
-            tape.give_up(error)
+        if not (tape.is_paused or tape.problem):
+            tape.guarded(tape.releaser.prove_window, self._windows.around_caller)
 
     def freed(self, whole: list[torch.Tensor]) -> None:
         for tensor in whole:
