@@ -23,7 +23,7 @@ from provenance import provenance
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowtide.measurement.allocator import measuring, peak_bytes
-from lowtide.tracing.optimizer_state import UnknownStateError, existing_state_bytes, optimizer_bytes
+from lowtide.step.optimizer_state import UnknownStateError, existing_state_bytes, optimizer_bytes
 
 RESULTS = Path(__file__).parent / "results" / "optimizers.jsonl"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.measurement.allocator import measuring
 from lowtide.planning.plan_request import Answer, PlanRequest
+from lowtide.recording.step_recording import StepRecording
 from lowtide.step.operators import allocated_bytes, storage_of, tensors_in
 from lowtide.step.subclasses import plain_tensors
 from lowtide.training.fitted_model import Fit
-from lowtide.training.watched_step import WatchedStep
 
 PHASES = ("first", "planning", "online", "planned")
 
@@ -123,7 +123,7 @@ class Probe:
                     (plans_by_shape, "plan_for", self._noting(self.planning.around(plans_by_shape.plan_for))),
                     (plans_by_shape, "request", self.planning.around(plans_by_shape.request)),
                     (planner, "submit", self.planning.around(planner.submit)),
-                    (WatchedStep, "graph_and_costs", self.planning.around(WatchedStep.graph_and_costs)),
+                    (StepRecording, "graph_and_costs", self.planning.around(StepRecording.graph_and_costs)),
                     (PlanRequest, "to_json", self.letters.around(PlanRequest.to_json)),
                     (Answer, "from_json", self.letters.around(Answer.from_json)),
                 ):

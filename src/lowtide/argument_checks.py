@@ -7,7 +7,7 @@ from torch import nn
 
 from lowtide.errors import StepError
 from lowtide.options import ON_EXCESS, did_you_mean
-from lowtide.tracing.optimizer_state import checked_optimizer
+from lowtide.step.optimizer_state import checked_optimizer
 from lowtide.units import format_bytes, parse_budget
 
 _SMALL_BUDGET_BYTES = 2**20  # an int below is more likely meant in GiB

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 import lowtide
 from lowtide.step.execution_state import GeneratorState
 from lowtide.tape.online import online_tape
+from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.release import Releaser
-from lowtide.training.watched_step import WatchedStep
 
 MIB = 2**20
 NO_HOST = lowtide.Offload(host_budget=None)
@@ -60,7 +60,7 @@ def test_an_op_without_memory_runs_again_when_more_has_been_let_go(device, monke
     """As where others take memory in the middle of a step: the budget is not what the device has."""
     monkeypatch.setattr(online_tape, "ATTEMPTS", attempts)
     refused = []
-    run_timed = WatchedStep._run_timed
+    run_timed = OnlineTape._run_timed
 
     def run_or_refuse(tape, func, args, kwargs):
         if not refused and func is torch.ops.aten.addmm.default and tape.live.now > 40 * MIB:
@@ -68,7 +68,7 @@ def test_an_op_without_memory_runs_again_when_more_has_been_let_go(device, monke
             raise torch.OutOfMemoryError("out of memory. Tried to allocate 4.00 MiB.")
         return run_timed(tape, func, args, kwargs)
 
-    monkeypatch.setattr(WatchedStep, "_run_timed", run_or_refuse)
+    monkeypatch.setattr(OnlineTape, "_run_timed", run_or_refuse)
     plain_losses, *_ = trained(device, 1 << 10, steps=1)
     asked_bytes = torch.accelerator.memory_allocated() + 64 * MIB
     losses, _, status, failures = trained(device, 1 << 10, steps=1, budget=asked_bytes)
@@ -86,7 +86,7 @@ def test_an_op_that_has_drawn_draws_the_same_numbers_when_it_runs_again(device, 
     if not puts_back:
         monkeypatch.setattr(GeneratorState, "put_back", lambda _: None)
     refused = []
-    run_timed = WatchedStep._run_timed
+    run_timed = OnlineTape._run_timed
 
     def run_and_refuse(tape, func, args, kwargs):
         result = run_timed(tape, func, args, kwargs)
@@ -104,7 +104,7 @@ def test_an_op_that_has_drawn_draws_the_same_numbers_when_it_runs_again(device, 
             loss.backward()
         return loss.item()
 
-    monkeypatch.setattr(WatchedStep, "_run_timed", run_and_refuse)
+    monkeypatch.setattr(OnlineTape, "_run_timed", run_and_refuse)
     refusing = False
     expected = loss_of_one_step()
     refusing = True
@@ -156,7 +156,7 @@ def test_a_value_is_proven_where_it_lies_if_there_is_no_room_beside_it(device, m
     """Its bits are in host memory meanwhile. Otherwise nothing could go, and the step would end here."""
     if not moves:
         monkeypatch.setattr(Releaser, "_prove_in_its_place", lambda *_: None)
-    tapes, run_timed = [], WatchedStep._run_timed
+    tapes, run_timed = [], OnlineTape._run_timed
 
     def run_and_note(tape, func, args, kwargs):
         tapes.append(tape)
@@ -167,7 +167,7 @@ def test_a_value_is_proven_where_it_lies_if_there_is_no_room_beside_it(device, m
     model(batch).square().mean().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    monkeypatch.setattr(WatchedStep, "_run_timed", run_and_note)
+    monkeypatch.setattr(OnlineTape, "_run_timed", run_and_note)
     with lowtide.fit(model, budget="1GiB", offload=NO_HOST):
         loss = model(batch).square().mean()
         releaser = tapes[-1].releaser

@@ -7,7 +7,7 @@ from support.training_steps import mlp
 import lowtide
 from accelerator.schedules import EARLY, LATE
 from lowtide.device import timing
-from lowtide.training import watched_times
+from lowtide.recording import watched_times
 
 MIB = 2**20
 NO_HOST = lowtide.Offload(host_budget=None)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lowtide
 from lowtide.errors import BudgetInfeasibleError, StepError
 from lowtide.plan import RECOMPUTE
-from lowtide.tracing.optimizer_state import optimizer_bytes
+from lowtide.step.optimizer_state import optimizer_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 METHODS = "exact, none, full, every_n, sqrt_n, selective, revolve, rotor, knapsack"

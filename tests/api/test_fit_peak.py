@@ -14,9 +14,9 @@ import lowtide
 from lowtide import BudgetInfeasibleError
 from lowtide.measurement import op_times
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.recording.finished_graph import resident_bytes
 from lowtide.tape.tape import Tape
 from lowtide.tracing.model_facts import device_of
-from lowtide.tracing.tracer import resident_bytes
 from lowtide.training import rehearsal
 from lowtide.training.rehearsal import Rehearsal
 

@@ -19,7 +19,7 @@ from lowtide.device.memory import allocated_bytes
 from lowtide.hollow.cuda_attention import attention_kernel
 from lowtide.hollow.cuda_workspaces import _RULES
 from lowtide.hollow.kept_workspaces import are_given_back
-from lowtide.tracing.optimizer_state import existing_state_bytes, optimizer_bytes
+from lowtide.step.optimizer_state import existing_state_bytes, optimizer_bytes
 
 CASES = [
     ("llama", "float32", "sdpa"), ("gpt2", "bfloat16 autocast", "sdpa"), ("bert", "bfloat16", "eager"),

@@ -6,11 +6,11 @@ from support.training_steps import mlp
 
 import lowtide
 from lowtide.device import block_size, generators
-from lowtide.recording import recorder
+from lowtide.recording import finished_graph, recorder
+from lowtide.step import optimizer_state
 from lowtide.step.execution_state import ExecutionState
 from lowtide.tape.online.online_values import StoredValue
 from lowtide.tape.online.room import ExpectedBytes
-from lowtide.tracing import optimizer_state, tracer
 
 
 @pytest.fixture
@@ -49,10 +49,10 @@ def test_what_an_optimizer_keeps_counts_once(monkeypatch):
     adam.step()
     graph = lowtide.trace(model, batch, optimizer=adam)
     everything = graph.resident_bytes + 1000  # of somebody else's
-    monkeypatch.setattr(tracer, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(tracer, "device_name", lambda device: "a stand-in")
-    monkeypatch.setattr(tracer, "counts_all", lambda device: True)
-    monkeypatch.setattr(tracer, "allocated_bytes", lambda device: everything)
+    monkeypatch.setattr(finished_graph, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(finished_graph, "device_name", lambda device: "a stand-in")
+    monkeypatch.setattr(finished_graph, "counts_all", lambda device: True)
+    monkeypatch.setattr(finished_graph, "allocated_bytes", lambda device: everything)
 
     again = lowtide.trace(model, batch, optimizer=adam)
 

@@ -7,7 +7,7 @@ from torch import nn
 import lowtide
 from lowtide.hollow.mode import HollowMode
 from lowtide.hollow.optimizer import hollow_optimizer_bytes
-from lowtide.tracing.optimizer_state import optimizer_bytes
+from lowtide.step.optimizer_state import optimizer_bytes
 
 SIDE, COUNT = 1024, 4
 SIZE = 2 * SIDE * SIDE  # of one parameter

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import lowtide
 from lowtide.integrations.transformers import LowtideCallback
 from lowtide.measurement.allocator import measuring
-from lowtide.tracing.optimizer_state import existing_state_bytes
+from lowtide.step.optimizer_state import existing_state_bytes
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 STEPS = 6

@@ -11,14 +11,15 @@ import torch
 from support.training_steps import outcome
 from torch import nn
 
+from lowtide.recording.step_recording import StepRecording
 from lowtide.step import module_calls
 from lowtide.step.batches import call_of
 from lowtide.step.seam import Seam
 from lowtide.tape.online.online_calls import KnownCalls
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.room import ExpectedBytes
+from lowtide.tracing.model_facts import device_of
 from lowtide.tracing.tracer import run_step
-from lowtide.training.watched_step import WatchedStep
 
 
 @contextmanager
@@ -39,6 +40,16 @@ def under(tape: OnlineTape, model: nn.Module) -> Iterator[None]:
         undo()
 
 
+def recorded(model: nn.Module, budget_bytes: float) -> OnlineTape:
+    """A tape whose step is recorded as a graph."""
+    return OnlineTape(model, budget_bytes, listener=StepRecording(model, device_of(model)))
+
+
+def recording_of(tape: OnlineTape) -> StepRecording:
+    assert isinstance(tape.listener, StepRecording)
+    return tape.listener
+
+
 def online(
     model: nn.Module,
     batch: Any,
@@ -54,9 +65,9 @@ def online(
     tape = make(model, budget_bytes)
     torch.manual_seed(seed)
     with under(tape, model):
-        if isinstance(tape, WatchedStep):
+        if tape.listener is not None:
             call = call_of(batch)
-            tape.begin_call(model, call.args, call.kwargs)
+            recording_of(tape).begin_call(model, call.args, call.kwargs)
         loss, output = run_step(model, batch, step)
         del output
         loss.backward()

@@ -23,8 +23,8 @@ from lowtide import api
 from lowtide.device import allocation_counter, memory
 from lowtide.device.kept_workspaces import KeptWorkspaces
 from lowtide.measurement import allocator
-from lowtide.tracing import tracer
-from lowtide.training import budget, step_peak, watched_step
+from lowtide.recording import finished_graph, step_recording
+from lowtide.training import budget, step_peak
 
 _STARTED_WORK = "started work on the accelerator"
 
@@ -113,7 +113,7 @@ class Switched:
             KeptWorkspaces().take(torch.get_default_device())
             torch.accelerator.reset_peak_memory_stats()
             if alone:
-                for module in (tracer, budget, watched_step):
+                for module in (finished_graph, budget, step_recording):
                     patch.setattr(module, "counts_all", lambda device: False)
                 patch.setattr(step_peak, "is_accelerator", lambda device: False)
                 patch.setattr(allocation_counter, "AllocationWindow", FromItsStart)

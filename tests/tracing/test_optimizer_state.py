@@ -14,7 +14,7 @@ import lowtide
 from lowtide.device.block_size import in_blocks
 from lowtide.measurement.allocator import measuring
 from lowtide.step.optimizer_group import OptimizerGroup
-from lowtide.tracing.optimizer_state import UnknownStateError, existing_state_bytes, optimizer_bytes
+from lowtide.step.optimizer_state import UnknownStateError, existing_state_bytes, optimizer_bytes
 
 
 class Halves(torch.Tensor):

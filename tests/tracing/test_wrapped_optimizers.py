@@ -9,7 +9,7 @@ from torch import nn
 
 import lowtide
 from lowtide.hollow import optimizer as hollow
-from lowtide.tracing.optimizer_state import UnknownStateError, optimizer_bytes
+from lowtide.step.optimizer_state import UnknownStateError, optimizer_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

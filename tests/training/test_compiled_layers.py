@@ -3,14 +3,13 @@
 import pytest
 import torch
 from support.compiled_layers import Decoder
-from support.online_steps import online
+from support.online_steps import online, recorded, recording_of
 from support.training_steps import differing, outcome
 from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.plan import RECOMPUTE
-from lowtide.training.watched_step import WatchedStep
 
 
 class Layer(nn.Module):
@@ -48,8 +47,8 @@ def compiled(model, layers, **options):
 def test_equal_layers_take_the_same_in_backward_however_early_their_blocks_were_allocated(one_thread):
     model, x = Gated(), torch.randn(256, 64)
     compiled(model, model.layers, backend="aot_eager")
-    _, tape = online(model, x, float("inf"), make=WatchedStep, copies=False)
-    graph, costs = tape.graph_and_costs(model, None)
+    _, tape = online(model, x, float("inf"), make=recorded, copies=False)
+    graph, costs = recording_of(tape).graph_and_costs(model, None)
 
     backward = [op for op in graph.ops if op.name.endswith("backward") and "Layer" in op.name]
     taken = [op.workspace_bytes + sum(graph.storages[s].bytes for s in op.makes) for op in backward]

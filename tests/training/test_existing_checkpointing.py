@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.graph.costs import Costs
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.training import watched_step
+from lowtide.recording import step_recording
 from lowtide.training.existing_checkpointing import ExistingCheckpointing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -106,7 +106,7 @@ def test_kept_it_stays_on_and_is_told(llama, batch):
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 def test_checkpointing_by_the_models_own_code_is_told_with_what_it_costs(reentrant, monkeypatch):
-    monkeypatch.setattr(watched_step, "costs_of", lambda graph, _: Costs(op_ms=(1.0,) * len(graph.ops)))
+    monkeypatch.setattr(step_recording, "costs_of", lambda graph, _: Costs(op_ms=(1.0,) * len(graph.ops)))
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:

@@ -9,7 +9,7 @@ from support.watched_training import Layered, activation_bytes, batch_of, bytes_
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.training.gradients_there import GradientsThere
+from lowtide.step.gradients_there import GradientsThere
 from lowtide.training.plans_by_shape import PlansByShape
 from lowtide.training.step_memory import StepMemory
 

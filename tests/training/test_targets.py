@@ -13,7 +13,6 @@ from lowtide.measurement.allocator import peak_bytes
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.training.plans_by_shape import PlansByShape
 from lowtide.training.targets import likely_target_bytes
-from lowtide.training.watched_step import WatchedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, WIDTH = 2048, 64
@@ -60,7 +59,7 @@ def first_peaks(monkeypatch, missing: str | None) -> list[int]:
     with monkeypatch.context() as patch:
         patch.setattr(PlansByShape, "request", lambda *args, **named: None)
         if missing is not None:
-            patch.setattr(WatchedStep, missing, lambda self, given: None)
+            patch.setattr(OnlineTape, missing, lambda self, *given: None)
         with lowtide.fit(model, budget=resident + allowed) as fit:
             return [peak - allowed for peak in steps(model, fit, count=2)]
 
@@ -68,7 +67,7 @@ def first_peaks(monkeypatch, missing: str | None) -> list[int]:
 def test_without_counting_them_steps_would_take_more(monkeypatch):
     first, second = first_peaks(monkeypatch, None)
     assert second <= 0
-    assert first_peaks(monkeypatch, "_count_inputs")[1] > second
+    assert first_peaks(monkeypatch, "count_input")[1] > second
     assert first_peaks(monkeypatch, "reserve")[0] > first
 
 

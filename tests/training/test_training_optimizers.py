@@ -10,7 +10,7 @@ from lowtide.measurement.allocator import peak_bytes
 from lowtide.recording.recorder import Recorder
 from lowtide.step import optimizer_steps
 from lowtide.step.optimizer_group import OptimizerGroup
-from lowtide.tracing.optimizer_state import checked_optimizer, existing_state_bytes, optimizer_bytes
+from lowtide.step.optimizer_state import checked_optimizer, existing_state_bytes, optimizer_bytes
 from lowtide.training.budget import StepBudget
 from lowtide.training.training_optimizers import TrainingOptimizers
 

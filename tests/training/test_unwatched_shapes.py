@@ -12,9 +12,9 @@ import lowtide
 from lowtide.errors import PlannerFailedError
 from lowtide.planning.plan_request import Answer
 from lowtide.planning.planner_process import PendingPlan
+from lowtide.recording.step_recording import StepRecording
 from lowtide.training.plan_queue import Asked
 from lowtide.training.plans_by_shape import PlansByShape
-from lowtide.training.watched_step import WatchedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WATCHED = (96, 112, 128)  # each larger than what was planned before: none is served by a plan
@@ -233,10 +233,10 @@ def test_where_nothing_follows_the_plan_used_least_recently_goes(model, budget):
 
 
 def test_where_no_plan_serves_any_step_few_are_recorded(model, monkeypatch):
-    recorded, graph_and_costs = [], WatchedStep.graph_and_costs
+    recorded, graph_and_costs = [], StepRecording.graph_and_costs
     monkeypatch.setattr(PlansByShape, "_is_family_shape", lambda self, shape: False)
     monkeypatch.setattr(
-        WatchedStep, "graph_and_costs", lambda self, *args: (recorded.append(self), graph_and_costs(self, *args))[1]
+        StepRecording, "graph_and_costs", lambda self, *args: (recorded.append(self), graph_and_costs(self, *args))[1]
     )
     rows = range(48, 144, 4)  # each larger than what is planned
     with lowtide.fit(model, budget=budget_of(model, 48)) as fit:

@@ -13,11 +13,11 @@ from support.watched_training import Layered, activation_bytes, batch_of, reason
 from torch import nn
 
 import lowtide
+from lowtide.recording.step_recording import StepRecording
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.training.lifecycle import Lifecycle
 from lowtide.training.planned_step import PlannedStep
 from lowtide.training.plans_by_shape import PlansByShape
-from lowtide.training.watched_step import WatchedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,7 +65,12 @@ def test_a_budget_below_the_weights_is_refused(model):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Lifecycle, "_begin_step"), (PlansByShape, "plan_for"), (WatchedStep, "graph_and_costs"), (OnlineTape, "_finish")],
+    [
+        (Lifecycle, "_begin_step"),
+        (PlansByShape, "plan_for"),
+        (StepRecording, "graph_and_costs"),
+        (OnlineTape, "_finish"),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_no_error_of_ours_reaches_the_loop(model, budget, monkeypatch, owner, name):

@@ -5,14 +5,13 @@ from collections import Counter
 
 import pytest
 import torch
-from support.online_steps import online
+from support.online_steps import online, recorded, recording_of
 from torch import nn
 
 import lowtide
 from lowtide.graph.step_graph import DROP, FREE, PACK, RELEASE, RUN, UNPACK
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.solvers.dispatch import solve
-from lowtide.training.watched_step import WatchedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,12 +52,13 @@ def watched(model, batch, budget_bytes=float("inf"), step=None):
 
     def make(copied, budget):
         kept["model"] = copied
-        return WatchedStep(copied, budget)
+        return recorded(copied, budget)
 
     _, tape = online(model, batch, budget_bytes, step=step, make=make)
-    assert tape.problem == tape.problem_of_recording == ""
-    tape.note_backward(kept["model"])
-    return (*tape.graph_and_costs(kept["model"], None), tape)
+    recording = recording_of(tape)
+    assert tape.problem == recording.problem == ""
+    recording.note_backward(kept["model"])
+    return (*recording.graph_and_costs(kept["model"], None), tape)
 
 
 def plain_peak(graph, costs):

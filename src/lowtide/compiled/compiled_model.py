@@ -30,12 +30,12 @@ from lowtide.device import allocation_counter, values_off
 from lowtide.device.names import is_accelerator
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
 from lowtide.pytorch_internals import COMPILED, is_unchecked, why_unchecked
+from lowtide.recording.finished_graph import resident_bytes
 from lowtide.reports.terminal import fit_report
 from lowtide.step import backward_entry
 from lowtide.step.batches import Call, batch_tensors
 from lowtide.step.module_calls import is_compiled, is_lowtide_call, never_compiled
-from lowtide.tracing.optimizer_state import UnknownStateError, optimizer_bytes
-from lowtide.tracing.tracer import resident_bytes
+from lowtide.step.optimizer_state import UnknownStateError, optimizer_bytes
 from lowtide.training.budget import StepBudget
 from lowtide.training.existing_checkpointing import ExistingCheckpointing
 from lowtide.training.notices import Notices

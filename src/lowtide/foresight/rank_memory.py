@@ -41,7 +41,7 @@ from lowtide.hollow.devices import TargetDevice, target_of
 from lowtide.hollow.memory import hollow
 from lowtide.hollow.mode import HollowMode
 from lowtide.hollow.optimizer import hollow_optimizer_bytes
-from lowtide.tracing.optimizer_state import NAMED
+from lowtide.step.optimizer_state import NAMED
 
 _BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size, and stage3_prefetch_bucket_size
 _LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters

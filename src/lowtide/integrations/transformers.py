@@ -28,7 +28,7 @@ from lowtide.integrations.versions import check_version
 from lowtide.plan import Plan
 from lowtide.settings.checkpointing_names import asked_in
 from lowtide.step import module_calls
-from lowtide.tracing.optimizer_state import checked_optimizer
+from lowtide.step.optimizer_state import checked_optimizer
 from lowtide.training.fitted_model import Fit
 from lowtide.units import format_bytes, parse_budget
 

@@ -17,8 +17,8 @@ from transformers.utils import logging
 
 from lowtide.doctor.diagnosis import Diagnosis, checks_named, diagnose
 from lowtide.doctor.step_listener import frames
+from lowtide.step.optimizer_state import checked_optimizer
 from lowtide.step.restore import TrainingState
-from lowtide.tracing.optimizer_state import checked_optimizer
 from lowtide.tracing.tracer import Step
 
 logger = logging.get_logger("transformers.trainer")

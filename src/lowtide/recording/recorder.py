@@ -86,7 +86,7 @@ class Recorder(UncompiledMode):
             proves_calls: A call of a Function that is one op runs again at once; its backward is one op, too.
         """
         super().__init__()
-        self._device = device
+        self.device = device
         self._kernel_facts = kernel_facts
         self._restores_parameters = restores_parameters
         self.builder = GraphBuilder(region=region)
@@ -206,7 +206,7 @@ class Recorder(UncompiledMode):
             result = self._run_first(signature, func, (args, kwargs), inputs, run)
         rng_bytes = 0
         if facts.random and draws_random_numbers(func, args, kwargs):
-            rng_bytes = state_bytes(self._device)
+            rng_bytes = state_bytes(self.device)
         if undeclared := self._undeclared_writes[signature]:
             changed = {n for i in undeclared if (n := number_of(inputs[i])) is not None} - set(writes)
             if changed.difference(not_replayed):
@@ -267,8 +267,8 @@ class Recorder(UncompiledMode):
             @contextmanager
             def measured() -> Iterator[None]:
                 nonlocal counter
-                with measuring(self._device) as counter:
-                    self.profiled |= counter is None and self._device.type == "cpu"
+                with measuring(self.device) as counter:
+                    self.profiled |= counter is None and self.device.type == "cpu"
                     yield
 
             result = run(measured())
@@ -468,7 +468,7 @@ class Recorder(UncompiledMode):
         self.builder.recording = False
         self._compiled.open_in_backward.close()
         self.live.stop()
-        give_back_peak(self._device)
+        give_back_peak(self.device)
         for now, before in self._before_writes:
             now.copy_(before)
         self._before_writes.clear()

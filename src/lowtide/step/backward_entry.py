@@ -20,6 +20,7 @@ import torch
 import torch.autograd as autograd
 import torch.autograd.graph as autograd_graph
 from torch._C import _current_graph_task_id as graph_task
+from torch._C._autograd import _get_sequence_nr
 
 from lowtide.step import ctc_lengths
 from lowtide.step.subclasses import fake_mode_is_on
@@ -53,6 +54,11 @@ _around: list[AbstractContextManager[Any]] = []  # see ``runs_within``
 _entry: Any = None  # what was there before
 _first_entry: Any = None  # the first time
 _num_creating = 0  # backwards that create a graph and run now: of all threads, since a device has its own
+
+
+def num_nodes() -> int:
+    """How many nodes autograd has made on this thread."""
+    return int(_get_sequence_nr())
 
 
 def in_last_backward() -> bool:

@@ -18,12 +18,13 @@ from lowtide.hollow.kept_workspaces import kept_workspace_bytes
 from lowtide.hollow.mode import HollowMode
 from lowtide.hollow.models import hollow_batch, hollow_parameters, is_config, model_of
 from lowtide.hollow.workspaces import Workspaces
+from lowtide.recording.finished_graph import WithoutMemory
 from lowtide.recording.recorder import Recorder
 from lowtide.step.backward_entry import runs_within
 from lowtide.step.data_parallel import unwrapped
+from lowtide.step.optimizer_state import bytes_without_memory, checked_optimizer
 from lowtide.step.whole_modules import called_whole, matching
-from lowtide.tracing.optimizer_state import bytes_without_memory, checked_optimizer
-from lowtide.tracing.tracer import Step, WithoutMemory, record
+from lowtide.tracing.tracer import Step, record
 
 _WAY_OUT = (
     "Pass a smaller batch; trace without memory (device=); or fit the model without a batch, and its steps are watched."

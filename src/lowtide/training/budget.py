@@ -18,10 +18,10 @@ from lowtide.solvers.arguments import absolute_bytes
 from lowtide.step.data_parallel import unseen_bucket_bytes
 from lowtide.step.model_tensors import ModelTensors
 from lowtide.step.operators import allocated_bytes, gradient_of, storage_of, tensors_in
+from lowtide.step.optimizer_state import existing_state_bytes, lasting_state_bytes, state_tensors
 from lowtide.step.sharding.zero3 import shards_of
 from lowtide.step.subclasses import plain_tensors
 from lowtide.tracing.model_facts import device_of
-from lowtide.tracing.optimizer_state import existing_state_bytes, lasting_state_bytes, state_tensors
 from lowtide.training.reserved_memory import bytes_for_segments
 from lowtide.training.training_optimizers import TrainingOptimizers
 from lowtide.units import format_bytes, parse_budget

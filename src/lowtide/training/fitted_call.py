@@ -15,6 +15,7 @@ from lowtide.errors import LowtideError
 from lowtide.options import FitOptions
 from lowtide.shapes.call_shapes import CallShape, shape_of_call
 from lowtide.step import module_calls, whole_modules
+from lowtide.step.backward_entry import num_nodes
 from lowtide.step.other_hooks import hooks_of_others
 from lowtide.tape import attach
 from lowtide.tape.online.online_tape import OnlineTape
@@ -26,9 +27,7 @@ from lowtide.training.budget import StepBudget
 from lowtide.training.call_marks import marks_in
 from lowtide.training.lifecycle import Lifecycle
 from lowtide.training.notices import Notices
-from lowtide.training.planned_step import num_nodes
 from lowtide.training.running_step import Phase, RunningStep
-from lowtide.training.watched_step import WatchedStep
 
 
 class FittedCall:
@@ -109,8 +108,8 @@ class FittedCall:
             return self._planned(step)
         if step.watch is None:
             return _Call(self._lifecycle, step.position)
-        if isinstance(step.watch, WatchedStep):
-            step.watch.begin_call(model, args, kwargs)
+        if step.recording is not None:
+            step.recording.begin_call(model, args, kwargs)
         return self._observed(step.watch)
 
     def _planned(self, step: RunningStep) -> AbstractContextManager[None]:

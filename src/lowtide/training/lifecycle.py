@@ -23,7 +23,9 @@ from lowtide.device.out_of_memory import is_out_of_memory
 from lowtide.errors import ReplayError
 from lowtide.options import FitOptions
 from lowtide.planning.planner_process import PlannerProcess
+from lowtide.recording.step_recording import StepRecording
 from lowtide.shapes.call_shapes import CallShape
+from lowtide.step.gradients_there import GradientsThere
 from lowtide.step.seam import ModelSeams
 from lowtide.step.sharding.units import is_gathered_once
 from lowtide.tape.online.online_calls import KnownCalls
@@ -32,7 +34,6 @@ from lowtide.tape.online.room import ExpectedBytes
 from lowtide.tracing.model_facts import ModelFacts
 from lowtide.training.budget import StepBudget
 from lowtide.training.existing_checkpointing import ExistingCheckpointing
-from lowtide.training.gradients_there import GradientsThere
 from lowtide.training.kinds_of_steps import WholeNumbers
 from lowtide.training.notices import Notices
 from lowtide.training.past_training import PastTraining
@@ -45,7 +46,6 @@ from lowtide.training.shared_tiers import SharedTiers
 from lowtide.training.status import Counters
 from lowtide.training.step_memory import StepMemory
 from lowtide.training.targets import likely_target_bytes
-from lowtide.training.watched_step import WatchedStep
 from lowtide.units import format_bytes
 
 _MOST_RESERVED = 0.1  # for targets, of what the first step may make
@@ -205,7 +205,9 @@ class Lifecycle:
         wants_graph = self.plans_by_shape.wants_graph(shape) and not self.recorded.has(shape)
         if self.plans_by_shape.is_sharded and not is_gathered_once(model):  # what a graph names is made in this step
             step.why_no_plan, wants_graph = _NOT_GATHERED, False
-        self._open_watch(WatchedStep if wants_graph else OnlineTape, model, batch)
+        if wants_graph:
+            step.recording = StepRecording(model, self._budget.device)
+        self._open_watch(model, batch)
 
     def replace_checkpointing(self) -> bool:
         """Switch the model's own off. False: not yet.
@@ -233,14 +235,14 @@ class Lifecycle:
             planned.kind = None
         self.step.left_after = last_op
         try:
-            self._open_watch(OnlineTape, model, (), unseen_bytes=there)
+            self._open_watch(model, (), unseen_bytes=there)
         except Exception as error:  # the step goes on without us
             self.fail(error)
         return self.step.watch
 
-    def _open_watch(self, kind: type[OnlineTape], model: nn.Module, batch: object, unseen_bytes: int = 0) -> None:
-        budget_bytes = self._budget.for_step(model, batch, unseen_bytes)
-        watch = kind(model, budget_bytes, self._expected, self._known_calls)
+    def _open_watch(self, model: nn.Module, batch: object, unseen_bytes: int = 0) -> None:
+        budget_bytes, recording = self._budget.for_step(model, batch, unseen_bytes), self.step.recording
+        watch = OnlineTape(model, budget_bytes, self._expected, self._known_calls, recording)
         self.step.watch = watch
         watch.begin_step(unseen_bytes)
         for storage in self.memory.held() if not unseen_bytes else ():
@@ -248,8 +250,8 @@ class Lifecycle:
         if self.step.has_gradients and not unseen_bytes:
             there = GradientsThere(model, self._budget.device)
             watch.gone_bytes = there.let_go
-            if isinstance(watch, WatchedStep):
-                watch.gradients = there
+            if recording is not None:
+                recording.gradients = there
         if self._expected.inputs_bytes is None and not (unseen_bytes or self._budget.counts_all):
             # They are mostly as large as the batch; there may be more of them.
             likely = max(self._budget.batch_bytes, likely_target_bytes(model, batch, self._budget.device))
@@ -286,8 +288,8 @@ class Lifecycle:
         """A backward of the present step has ended, or failed."""
         step = self.step
         step.spoiled |= error is not None
-        if isinstance(step.watch, WatchedStep) and (model := self._model()) is not None:
-            step.watch.note_backward(model)
+        if step.recording is not None and (model := self._model()) is not None:
+            step.recording.note_backward(model)
         if error is not None and is_out_of_memory(error):
             if self.recovers:
                 return
@@ -377,8 +379,8 @@ class Lifecycle:
         watch.end_step()
         self.memory.note_peak(watch)
         self.recorded.tell(watch)
-        if is_whole and step.shapes and isinstance(watch, WatchedStep):
-            self.recorded.add(step, watch)
+        if is_whole and step.shapes and step.recording is not None:
+            self.recorded.add(step, watch, step.recording)
 
     def _put_away(self, *, failed: bool = False) -> RunningStep:
         """The present step is no more, and nothing of it is in place; see ``leave_plan``."""

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from torch._C._autograd import _get_sequence_nr
-
 from lowtide.graph.costs import Costs
 from lowtide.graph.facts import step_facts
 from lowtide.graph.step_graph import RUN, StepGraph
@@ -19,11 +17,6 @@ from lowtide.tape.program import TapedCall
 from lowtide.tape.tape import Tape
 
 _OTHER_NODES = 0.02  # of a call's autograd nodes: fewer more or less hold little
-
-
-def num_nodes() -> int:
-    """How many nodes autograd has made on this thread."""
-    return int(_get_sequence_nr())
 
 
 @dataclass(eq=False)

@@ -27,11 +27,11 @@ from lowtide.shapes.dimensions import join
 from lowtide.shapes.shape_statistics import ShapeStatistics
 from lowtide.solvers.build_plan import with_decisions_of
 from lowtide.solvers.dispatch import solve
+from lowtide.step.gradients_there import AddingSteps
 from lowtide.tape.program import program_of
 from lowtide.tape.tape import Tape
 from lowtide.tracing.model_facts import ModelFacts
 from lowtide.training.differing_steps import MOST_REPLANS, STEPS_REMEMBERED, DifferingSteps, Verdict
-from lowtide.training.gradients_there import AddingSteps
 from lowtide.training.known_steps import KnownStep, KnownSteps
 from lowtide.training.notices import Notices
 from lowtide.training.plan_queue import Asked, PlanQueue, Shapes

@@ -9,6 +9,8 @@ from torch import nn
 
 from lowtide.device.streams import synchronize
 from lowtide.graph.step_graph import StepGraph
+from lowtide.recording.step_recording import StepRecording
+from lowtide.recording.watched_times import WatchedTimes, costs_of
 from lowtide.shapes.call_shapes import CallShape
 from lowtide.step.kinds_of_calls import ANEW
 from lowtide.step.sharding.zero3 import order_is_known
@@ -20,8 +22,6 @@ from lowtide.training.plans_by_shape import PlansByShape
 from lowtide.training.running_step import RunningStep
 from lowtide.training.status import Counters
 from lowtide.training.step_memory import StepMemory
-from lowtide.training.watched_step import WatchedStep, costs_of
-from lowtide.training.watched_times import WatchedTimes
 from lowtide.units import format_bytes
 
 _MOST_FOUND_UNSETTLED = 2  # then what is not optimized is not called, perhaps
@@ -86,22 +86,23 @@ class RecordedSteps:
         if watch.problem:
             say(f"a step was saved whole: {watch.problem}")
 
-    def add(self, step: RunningStep, watch: WatchedStep) -> None:
-        """``step`` is over, all of it recorded by ``watch``: a plan for later ones like it is wanted."""
+    def add(self, step: RunningStep, watch: OnlineTape, recording: StepRecording) -> None:
+        """``step`` is over, all of it recorded: a plan for later ones like it is wanted."""
         model, shape = self._model(), step.shapes[0]
         if model is None or watch.problem or step.runs_own_checkpointing:
             return
-        if watch.problem_of_recording:
+        if recording.problem:
             for op, why in self._known_calls.kept.items():  # else the graph tells
                 self._reasons.say(f"{op} {why}: saved")
-            self._plans_by_shape.refuse(shape, watch.problem_of_recording)
+            self._plans_by_shape.refuse(shape, recording.problem)
             return
-        if why := self._why_unlike_later_ones(step, watch, model):
+        if why := self._why_unlike_later_ones(step, recording, model):
             self._counters.why_not_planned = why
             return
-        graph, costs = watch.graph_and_costs(model, self._budget.optimizers.all())
-        if watch.calls.checkpointed:
-            self._reasons.say_checkpointed(watch.calls.checkpointed, watch.share_run_again(graph, costs))
+        watch.learn_inputs()
+        graph, costs = recording.graph_and_costs(model, self._budget.optimizers.all())
+        if checkpointed := watch.calls.checkpointed or recording.checkpointed:
+            self._reasons.say_checkpointed(checkpointed, recording.share_run_again(graph, costs))
         self._reasons.say_of(graph)
         ran_plain = self._budget.absolute_bytes is None
         budget_bytes = self._budget.fixed_for(graph, costs)
@@ -113,11 +114,11 @@ class RecordedSteps:
                 f"the first step ran {how}: the observed peak is that step's. A budget in bytes holds from the first "
                 "step on"
             )
-        if why := watch.times.why_of_launches(graph):
+        if why := recording.times.why_of_launches(graph):
             self._reasons.note(why)
-        flags, proven = watch.run_state.flags, watch.proven_ops
+        flags, proven = watch.run_state.flags, recording.ops_of(watch.releaser.proven)
         self._unread.append(
-            _Recorded(tuple(step.shapes), graph, watch.times, step.made_nodes, step.kind, flags, proven)
+            _Recorded(tuple(step.shapes), graph, recording.times, step.made_nodes, step.kind, flags, proven)
         )
         if not self._budget.optimizers.are_unknown:  # else the next step asks: its state is there then
             self.request_plans()
@@ -146,7 +147,7 @@ class RecordedSteps:
             return graph
         return replace(graph, resident={**graph.resident, "optimizer": state_bytes})
 
-    def _why_unlike_later_ones(self, step: RunningStep, watch: WatchedStep, model: nn.Module) -> str:
+    def _why_unlike_later_ones(self, step: RunningStep, recording: StepRecording, model: nn.Module) -> str:
         """Why later steps take other memory than was recorded; "" if they do not.
 
         ZeRO-3 gathers other parameters then, or a profiler hid what kernels take. And autograd runs the node first that
@@ -154,20 +155,20 @@ class RecordedSteps:
         the first step, where both begin at 0, second derivatives come in another order than later, when the numbers of
         the thread that runs forward are all higher.
         """
-        if watch.recorder.profiled:
+        if recording.recorder.profiled:
             why = "a profiler was active, so what kernels take beside what they make was not measured"
             self._reasons.say(f"no plan comes of a step in which {why}: a step without a profiler is planned")
             return f"{why}: the next step is watched"
         if not order_is_known(model):
             return "DeepSpeed has not seen the order of the modules yet: the next step is watched"
-        if watch.found_gathered and self._found_gathered < _MOST_FOUND_GATHERED:
+        if recording.found_gathered and self._found_gathered < _MOST_FOUND_GATHERED:
             self._found_gathered += 1
             return "an evaluation before the last step had parameters gathered: the next step is watched"
-        if watch.recorder.functions.found_unsettled and self._found_unsettled < _MOST_FOUND_UNSETTLED:
+        if recording.recorder.functions.found_unsettled and self._found_unsettled < _MOST_FOUND_UNSETTLED:
             self._found_unsettled += 1
             return "TorchScript optimizes scripted code after its first call: the next step is watched"
         first_node = min((nodes.start for nodes in step.nodes.values()), default=0)
-        if watch.nodes_of_backward > first_node and self._found_mixed < _MOST_FOUND_MIXED:
+        if recording.nodes_of_backward > first_node and self._found_mixed < _MOST_FOUND_MIXED:
             self._found_mixed += 1
             return "autograd runs the nodes of this step in another order than those of later ones: the next is watched"
         return ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lowtide.recording.step_recording import StepRecording
 from lowtide.shapes.call_shapes import CallShape
 from lowtide.step.seam import Seam
 from lowtide.tape.online.online_tape import OnlineTape
@@ -44,6 +45,7 @@ class RunningStep:
         thread: That runs it. ``began_s``: when it began, by the clock.
         planned: The plan that it began under.
         watch: What keeps it in budget without a plan, or since it has left its plan.
+        recording: Of its graph, where one is wanted; it listens to the watch.
         seam: Of the watch. ``plan_seam``: of a plan that drops something outside the model's calls.
         shapes: Of the calls so far.
         planned_calls: How many of these ran under the plan.
@@ -70,6 +72,7 @@ class RunningStep:
         self.began_s = time.perf_counter()
         self.planned: PlannedStep | None = None
         self.watch: OnlineTape | None = None
+        self.recording: StepRecording | None = None
         self.seam: Seam | None = None
         self.plan_seam: Seam | None = None
         self.shapes: list[CallShape] = []

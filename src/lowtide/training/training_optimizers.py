@@ -11,7 +11,7 @@ from torch import nn
 
 from lowtide.step import optimizer_steps
 from lowtide.step.optimizer_group import OptimizerGroup
-from lowtide.tracing.optimizer_state import checked_optimizer
+from lowtide.step.optimizer_state import checked_optimizer
 
 
 class TrainingOptimizers:

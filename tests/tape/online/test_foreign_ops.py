@@ -3,7 +3,7 @@
 import numpy
 import pytest
 import torch
-from support.online_steps import online
+from support.online_steps import online, recorded
 from support.training_steps import differing, plain
 from torch import nn
 
@@ -11,7 +11,6 @@ from lowtide.step.kinds_of_calls import KnownKinds
 from lowtide.tape.online.foreign_ops import ForeignOp
 from lowtide.tape.online.online_calls import KnownCalls
 from lowtide.tape.online.online_tape import OnlineTape
-from lowtide.training.watched_step import WatchedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,7 +55,7 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("make", [OnlineTape, WatchedStep])
+@pytest.mark.parametrize("make", [OnlineTape, recorded])
 def test_what_operators_of_others_made_is_made_again(make):
     """As of a quantised layer: else what comes after it stays, too."""
     model, x = Layers("double"), torch.randn(512, 16)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.function_cases import KEPT, WORKS, Counts, Scales, between, drawn, kernel, restart
-from support.online_steps import online
+from support.online_steps import online, recorded, recording_of
 from support.opaque_functions import OpaqueLlama
 from support.training_steps import Net, differing, outcome, plain
 
@@ -22,7 +22,6 @@ from lowtide.tape.online import online_calls, release
 from lowtide.tape.online.online_calls import CallRecipe, OnlineCall
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.writes import Writes
-from lowtide.training.watched_step import WatchedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -51,7 +50,7 @@ def batch() -> torch.Tensor:
 
 
 @needs_compiler
-@pytest.mark.parametrize("make", [OnlineTape, WatchedStep])
+@pytest.mark.parametrize("make", [OnlineTape, recorded])
 def test_a_model_of_opaque_calls_keeps_its_budget(make, monkeypatch):
     model, ids = OpaqueLlama(layers=4, width=64, length=64, words=64), torch.randint(64, (4, 64))
     for parameter in model.parameters():
@@ -68,7 +67,7 @@ def test_a_model_of_opaque_calls_keeps_its_budget(make, monkeypatch):
     assert set(again) >= {"RMSNorm", "Rotary", "Attention", "SwiGLU"}
     assert not (tape.known_calls.kept or tape.problem or tape.releaser.differed)
 
-    monkeypatch.setattr(make, "observed_call", lambda self, call: call)
+    monkeypatch.setattr(OnlineTape, "observed_call", lambda self, call: call)
     assert online(model, ids, budget, make=make)[1].live.peak > 1.3 * budget
 
 
@@ -171,9 +170,9 @@ def test_tensors_that_are_gone_say_nothing_of_those_at_their_addresses():
 
 def test_watching_a_call_adds_no_op_to_the_step():
     model = between(lambda self, x: Scales.apply(x, self.layers[0].weight))
-    _, watch = online(model, batch(), float("inf"), make=WatchedStep)
+    _, watch = online(model, batch(), float("inf"), make=recorded)
 
-    names = [op.name for op in watch.recorder.builder.ops if not op.backward]
+    names = [op.name for op in recording_of(watch).recorder.builder.ops if not op.backward]
     assert any("Scales" in name for name in names)
     assert not [name for name in names if name.startswith("aten.detach")]
 

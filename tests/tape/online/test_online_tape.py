@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support.online_steps import Steps, online, under
+from support.online_steps import Steps, online, recorded, recording_of, under
 from support.random_programs import draw
 from support.training_steps import differing, outcome, plain
 from support.unseen_memory import memory_of
@@ -21,7 +21,6 @@ from lowtide.tape.online.live_bytes import LiveBytes
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.online.release import Releaser
 from lowtide.tape.online.writes import Writes
-from lowtide.training.watched_step import WatchedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -187,7 +186,7 @@ def result_of(seed: int, length: int, *, steps: int = 1) -> str:
     try:
         for _ in range(steps - 1):
             earlier.run(x)
-        found = online(model, x, 0, make=WatchedStep)[0] if steps == 1 else earlier.run(x)[0]
+        found = online(model, x, 0, make=recorded)[0] if steps == 1 else earlier.run(x)[0]
     except lowtide.LowtideError:
         return SAME_ERROR if isinstance(expected, RuntimeError) else REFUSED
     except RuntimeError:
@@ -421,15 +420,16 @@ def test_proofs_and_releases_are_no_ops_of_the_step_wherever_they_start(sees_its
     if sees_itself:
         monkeypatch.setattr("lowtide.tape.online.release._own_work", nullcontext)
     model, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))), torch.randn(64, 64)
-    watch = WatchedStep(model, 1 << 40)
+    watch = recorded(model, 1 << 40)
     with under(watch, model):
-        watch.begin_call(model, (x,), {})
+        recording = recording_of(watch)
+        recording.begin_call(model, (x,), {})
         y = model(x)
-        recorded = len(watch.recorder.builder.ops)
+        num_ops = len(recording.recorder.builder.ops)
         watch.releaser.budget_bytes = watch.live.now
         watch.releaser.prove_rest()
         watch.releaser.make_room(x.nbytes)
         assert watch.releaser.num_released > 0
-        assert (len(watch.recorder.builder.ops) > recorded) == sees_itself
+        assert (len(recording.recorder.builder.ops) > num_ops) == sees_itself
         if not sees_itself:
             y.sum().backward()

@@ -36,18 +36,25 @@ class ShardingObserver:
 
 
 class PauseDuringSharding(ShardingObserver):
-    """The observer of a tape: gathering and freeing is no part of the step."""
+    """The observer of a tape: gathering and freeing is no part of the step; ``other``: who is told of it as well."""
 
-    def __init__(self, tape: Any) -> None:
-        self._tape = tape
+    def __init__(self, tape: Any, other: ShardingObserver | None = None) -> None:
+        self._tape, self._other = tape, other or ShardingObserver()
 
     @contextmanager
     def hook(self) -> Iterator[None]:
         self._tape.pause()
         try:
-            yield
+            with self._other.hook():
+                yield
         finally:
             self._tape.resume()
+
+    def gathering(self, whole: list[torch.Tensor]) -> None:
+        self._other.gathering(whole)
+
+    def freed(self, whole: list[torch.Tensor]) -> None:
+        self._other.freed(whole)
 
 
 class Observed:

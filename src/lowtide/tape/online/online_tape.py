@@ -31,6 +31,7 @@ from lowtide.device.names import is_accelerator
 from lowtide.device.out_of_memory import is_out_of_memory, let_go_of_frames, tried_bytes
 from lowtide.device.streams import current_stream
 from lowtide.errors import LostMemoryError
+from lowtide.recording.listener import StepListener, ToldSaved
 from lowtide.simulation.caching_allocator import expandable_segments_here
 from lowtide.step import module_calls
 from lowtide.step.backward_entry import in_last_backward, observe
@@ -97,10 +98,9 @@ class OnlineTape(HookedMode):
         writes: What they do to its values.
         known_calls: What calls of Functions have shown in earlier steps.
         running_call: The one that runs now, if its operators are of interest.
+        listener: Whoever is told of the step, if anybody is.
         ran_opaque: Compiled code that ran, and whose inside nobody sees; "" if none did.
     """
-
-    may_be_unseen = True  # a backward, once what it makes is known
 
     def __init__(
         self,
@@ -108,9 +108,12 @@ class OnlineTape(HookedMode):
         budget_bytes: float,
         expected: ExpectedBytes | None = None,
         known_calls: KnownCalls | None = None,
+        listener: StepListener | None = None,
     ) -> None:
         super().__init__()
         forbidden_hooks.watch()
+        self.listener = listener
+        self._times = None if listener is None else listener.times
         self._model: Callable[[], nn.Module | None] = _no_model if model is None else weakref.ref(model)
         self._wrapped = model is not None and bool(wrapped_parameters(model))
         self.live = LiveBytes()
@@ -130,10 +133,13 @@ class OnlineTape(HookedMode):
         self._bytes_before = 0  # allocated on the device before the step
         self._pauses = 0
         self._reserved_bytes = 0  # of the budget, for targets that only the loss will show
+        self._inputs_bytes = 0  # of what was there before the step, and no call of the model was given
         self.calls = OpenCalls()
-        self._assignments: DataAssignmentGuard[StoredValue] | None = DataAssignmentGuard(
-            _keep_assigned, lambda value: value.num_reads > 0, lambda: "(a step without a plan)"
-        )
+        self._assignments: DataAssignmentGuard[StoredValue] | None = None  # a listener looks
+        if listener is None:
+            self._assignments = DataAssignmentGuard(
+                _keep_assigned, lambda value: value.num_reads > 0, lambda: "(a step without a plan)"
+            )
         self._lock = threading.RLock()
         self._sequence = 0  # of the step's forward ops, as one number
         self._num_backwards = self._num_claimed = 0  # of the step
@@ -165,6 +171,20 @@ class OnlineTape(HookedMode):
         """Leave so many bytes of the budget alone, and no more."""
         self.releaser.budget_bytes += self._reserved_bytes - size
         self._reserved_bytes = size
+
+    def count_input(self, storage: torch.UntypedStorage, size: int) -> None:
+        """``storage`` was there before the step, and no call of the model was given it: a target, mostly."""
+        if storage in self.live:
+            return
+        self._inputs_bytes += size
+        self.reserve(max(0, self._reserved_bytes - size))
+        counted = self._expected.inputs_bytes or 0  # as live from the start
+        if unexpected := max(0, min(size, self._inputs_bytes - counted)):
+            self.live.add(storage, unexpected)
+
+    def learn_inputs(self) -> None:
+        """The step is over, and has shown all inputs that later ones will have."""
+        self._expected.inputs_bytes = self._inputs_bytes
 
     @property
     def model(self) -> nn.Module | None:
@@ -204,7 +224,11 @@ class OnlineTape(HookedMode):
 
     def before_backward(self, roots: Iterable[Any], *, creates: bool) -> None:
         """What its ops make is learned; or was, and the mode is away until it ends."""
+        if self.listener is not None and not (creates or self.problem or self._pauses):
+            self.guarded(self.releaser.prove_rest)  # before gradients go: a plan has to drop for what forward held
         self.live.now -= self.gone_bytes()
+        if self.listener is not None:
+            self.listener.before_backward(creates=creates)
         self._num_backwards += 1
         self._seen_backward = self._unseen_backward = None
         if creates or self.problem or self._pauses or self._windows is not None or not is_on(self):
@@ -214,7 +238,7 @@ class OnlineTape(HookedMode):
             if key not in known:
                 self._seen_backward = SeenBackward(self.live, self.releaser)
                 return
-            learned = known.get(key) if self.may_be_unseen else None
+            learned = known.get(key) if self.listener is None else None
             if learned is not None and has_room_unseen(learned, self.releaser.device):
                 self._unseen_backward = UnseenBackward(learned, self.live, self.releaser, self._unsplit_bytes)
                 remove_mode(self)
@@ -232,6 +256,8 @@ class OnlineTape(HookedMode):
             insert_mode(self)
             if not unseen.end() and error is None:
                 self._expected.backwards.learn(self._key_of_backward, None)
+        if self.listener is not None and error is None and (retains or creates):
+            self.listener.end_retained_backward()
 
     def stop_observing(self) -> None:
         """Backwards are no concern of it any more, nor the one that runs: the mode, if it is away, stays so."""
@@ -249,6 +275,8 @@ class OnlineTape(HookedMode):
         self.live.module = path
         if self._windows is not None:
             self._windows.enter(path, self.calls.count)
+        if self.listener is not None:
+            self.listener.enter(path)
 
     def leave(self) -> None:
         layer = self.calls.leave()
@@ -256,10 +284,9 @@ class OnlineTape(HookedMode):
         if self._windows is not None:
             self._windows.leave()
         if layer and graph_task() == -1 and not self.problem:
-            try:
-                self.releaser.prove_layer(layer)
-            except Exception as error:
-                self.give_up(error)
+            self.guarded(self.releaser.prove_layer, layer)
+        if self.listener is not None:
+            self.listener.leave()
 
     def go_on_inside(self, paths: Iterable[str]) -> None:
         """Calls of these modules are open: another observer saw their start, ``leave_outer`` gives their end."""
@@ -275,6 +302,8 @@ class OnlineTape(HookedMode):
 
     def opaque(self, path: str, module: nn.Module, run: Callable[[], Any], inputs: list[torch.Tensor]) -> Any:
         """A call of compiled code: what it makes is counted and never released."""
+        if self.listener is not None:
+            self.listener.note_compiled(path, module)
         self.ran_opaque = path or "the model"
         with _disable_current_modes():
             result = run()
@@ -284,7 +313,8 @@ class OnlineTape(HookedMode):
 
     def function(self, call: ObservedFunctionCall) -> Any:
         """A call of a custom autograd Function: one op where its operators do not say all that it does."""
-        return self.observed_call(call).run()
+        observed = self.observed_call(call)
+        return observed.run() if self.listener is None else self.listener.function(observed)
 
     def observed_call(self, call: ObservedFunctionCall) -> ObservedFunctionCall:
         """``call`` as one that leaves a recipe, where it is part of the step."""
@@ -301,7 +331,8 @@ class OnlineTape(HookedMode):
 
     @property
     def sharding_observer(self) -> ShardingObserver:
-        return PauseDuringSharding(self) if self._windows is None else OnlineSharding(self, self._windows)
+        other = None if self.listener is None else self.listener.sharding
+        return PauseDuringSharding(self, other) if self._windows is None else OnlineSharding(self, other, self._windows)
 
     def note_crossing(self, value: StoredValue) -> None:
         """``value`` is read here: it stays if that is outside a window that it was made in."""
@@ -335,9 +366,13 @@ class OnlineTape(HookedMode):
                 return self.__torch_dispatch__(func, types, args, kwargs)
         if self.releaser.busy or self.problem or fake_mode_is_on() or func.namespace == "profiler":
             return func(*args, **kwargs)
-        return self._run_op(func, args, kwargs)
+        if self.listener is None:
+            return self.run_op(func, args, kwargs)
+        if self._reserved_bytes and graph_task() != -1 and not torch.is_grad_enabled():  # the loss is there
+            self.reserve(0)
+        return self.listener.run_op(self, func, args, kwargs)
 
-    def _run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = NOTHING) -> Any:
+    def run_op(self, func: Any, args: tuple, kwargs: dict, around: AbstractContextManager[Any] = NOTHING) -> Any:
         """Make room, run ``func`` with ``around`` open, leave a recipe. No error of the bookkeeping gets out."""
         if self.releaser.device is not None and self._number % _OPS_BETWEEN_LOOKS == 0 and self._is_nearly_full():
             self.releaser.aside_bytes = self._unsplit_bytes()
@@ -475,6 +510,10 @@ class OnlineTape(HookedMode):
         return result
 
     def _run_timed(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        if (times := self._times) is not None:
+            result = times.run(func, args, kwargs)
+            self.op_s = times.last_s
+            return result
         start = time.perf_counter()
         result = func(*args, **kwargs)
         self.op_s = time.perf_counter() - start
@@ -494,10 +533,7 @@ class OnlineTape(HookedMode):
                     raise
                 failed = tried_bytes(error) << attempt
                 let_go_of_frames(error)
-            try:
-                self.releaser.make_room_after_failure(failed, attempt)
-            except Exception as own:
-                self.give_up(own)
+            self.guarded(self.releaser.make_room_after_failure, failed, attempt)
             if op is not None and op.rng is not None:
                 op.rng.put_back()
         raise AssertionError("the last attempt returns or raises")
@@ -558,6 +594,13 @@ class OnlineTape(HookedMode):
         if isinstance(error, LostMemoryError):
             raise error
         self.problem = self.problem or f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def guarded(self, call: Callable[..., Any], *args: Any) -> None:
+        """Make a call of the tape's own, whose error ends no step; see ``give_up``."""
+        try:
+            call(*args)
+        except Exception as error:
+            self.give_up(error)
 
     def _finish(self, op: RunningOp, result: Any, seconds: float) -> None:
         live, in_forward = self.live, not (op.backward or self._pauses)
@@ -677,7 +720,7 @@ class OnlineTape(HookedMode):
             or self.problem
         ):
             plain = kind is nn.Parameter or tensor.is_leaf or is_view_of_leaf(tensor)
-            return Kept(tensor if plain else detached(tensor))
+            return self._told(tensor, Kept(tensor if plain else detached(tensor)), None)
         claim = value.claim()
         if claim is None:
             self._num_claimed += 1
@@ -689,10 +732,11 @@ class OnlineTape(HookedMode):
         value.last_use = self._number
         if value.windows:
             self.note_crossing(value)
-        return self.handle(claim, tensor)
+        return self._told(tensor, SavedHandle(claim, tensor), value)
 
-    def has_unseen_node(self) -> None:
-        """What the node that runs now makes, nobody sees being made."""
+    def _told(self, tensor: torch.Tensor, packed: Kept | SavedHandle, value: StoredValue | None) -> Any:
+        """What autograd holds for ``tensor``, once whoever listens has been told."""
+        return packed if self.listener is None or self._pauses else self.listener.stored(tensor, packed, value)
 
     @module_calls.never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -704,8 +748,12 @@ class OnlineTape(HookedMode):
         """
         if type(packed) is PackedWrapper:
             return packed.unpack(self.unpack)
-        if step_aside():
-            self.has_unseen_node()
+        if type(packed) is ToldSaved:
+            tensor = self.unpack(packed.packed)
+            packed.listener.given(packed, tensor)
+            return tensor
+        if step_aside() and self.listener is not None:
+            self.listener.note_unseen_node()
         backward = self._seen_backward or self._unseen_backward
         if backward is not None:
             backward.note_unpacking(0 if type(packed) is Kept else packed.claim.number)
@@ -730,18 +778,11 @@ class OnlineTape(HookedMode):
 
     def _end_of_unpacking(self, backward: SeenBackward | UnseenBackward | None) -> None:
         if backward is not None and not self.problem:
-            try:
-                backward.note_unpacked()
-            except Exception as error:
-                self.give_up(error)
+            self.guarded(backward.note_unpacked)
 
     def note_claimed(self, value: StoredValue) -> None:
         """Autograd wants ``value`` from now on; its memory is held."""
         self.releaser.reserve_for(value)
-
-    def handle(self, claim: Claim, tensor: torch.Tensor) -> SavedHandle:
-        """What autograd holds for a tensor that may be released."""
-        return SavedHandle(claim, tensor)
 
 
 def _is_given(tensor: torch.Tensor, storage: torch.UntypedStorage, inputs: list[torch.Tensor]) -> bool:

@@ -12,7 +12,7 @@ from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.device.dispatch import bytes_of
-from lowtide.step.sharding.observer import PauseDuringSharding
+from lowtide.step.sharding.observer import PauseDuringSharding, ShardingObserver
 from lowtide.step.sharding.windows import OpenWindows
 from lowtide.tape.online.online_values import MARK, Recipe, StoredValue
 from lowtide.tape.online.replays import chain_of
@@ -21,36 +21,31 @@ from lowtide.tape.online.replays import chain_of
 class OnlineSharding(PauseDuringSharding):
     """Gathering and freeing leaves no recipes, and its memory counts."""
 
-    def __init__(self, tape: Any, windows: OpenWindows) -> None:
-        super().__init__(tape)
+    def __init__(self, tape: Any, other: ShardingObserver | None, windows: OpenWindows) -> None:
+        super().__init__(tape, other)
         self._online, self._windows = tape, windows
 
     def gathering(self, whole: list[torch.Tensor]) -> None:
         tape = self._online
         sizes = [(t.untyped_storage(), t.numel() * t.itemsize) for t in whole]
         if not tape.problem:
-            try:
-                tape.releaser.make_room(sum(size for _, size in sizes))
-            except Exception as error:
-                tape.give_up(error)
+            tape.guarded(tape.releaser.make_room, sum(size for _, size in sizes))
         for storage, size in sizes:
             tape.live.add(storage, size)
+        super().gathering(whole)
 
     def gathering_done(self, whole: list[torch.Tensor], *, again: bool) -> None:
         self._windows.note_gathered(whole, again=again)
 
     def closing(self) -> None:
         tape = self._online
-        if tape.is_paused or tape.problem:
-            return
-        try:
-            tape.releaser.prove_window(self._windows.around_caller)
-        except Exception as error:
-            tape.give_up(error)
+        if not (tape.is_paused or tape.problem):
+            tape.guarded(tape.releaser.prove_window, self._windows.around_caller)
 
     def freed(self, whole: list[torch.Tensor]) -> None:
         for tensor in whole:
             self._online.live.forget(tensor.untyped_storage())
+        super().freed(whole)
 
 
 def is_closed(value: StoredValue) -> bool:

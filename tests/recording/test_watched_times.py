@@ -5,8 +5,8 @@ import torch
 
 import lowtide
 from lowtide.device.timing import Span
-from lowtide.training import watched_times
-from lowtide.training.watched_times import WatchedTimes
+from lowtide.recording import watched_times
+from lowtide.recording.watched_times import WatchedTimes
 
 ROWS = 64
 

@@ -12,13 +12,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from lowtide.device.names import is_accelerator
+from lowtide.device import values_off
+from lowtide.device.names import device_name, is_accelerator
 from lowtide.device.timing import OpenSpan, Span, Spans
 from lowtide.estimation.op_classes import class_of
 from lowtide.estimation.op_work import work_of
+from lowtide.estimation.roofline import estimate
+from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
 
 _T = TypeVar("_T")
+# The tape's own work for each op: forward, dropped besides, replayed (benchmarks/overhead.py).
+_WATCH_US, _RECORD_US, _REPLAY_US = 15.0, 15.0, 10.0
 
 
 class WatchedTimes:
@@ -80,6 +85,19 @@ class WatchedTimes:
             f"the times of {len(ops)} calls that are one op each ({ops[0].name} first) are those of their launches: "
             "what a plan says of its overhead may be off by as much as they take"
         )
+
+
+def costs_of(graph: StepGraph, times: WatchedTimes) -> Costs:
+    """What the ops of a watched step took, and what the tape's own work takes."""
+    op_ms = estimate(graph, device=values_off.times_of).op_ms if values_off.times_of else times.milliseconds(graph)
+    return Costs(
+        op_ms=tuple(op_ms),
+        dispatch_us=_WATCH_US,
+        record_us=_RECORD_US,
+        replay_us=_REPLAY_US,
+        source="watched",
+        device_name=device_name(graph.device),
+    )
 
 
 def _medians(spans: Mapping[int, list[Span]], *, known: bool) -> dict[int, float]:
