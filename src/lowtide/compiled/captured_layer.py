@@ -300,7 +300,7 @@ class CapturedLayer:
                 _check_known(graph)
                 code.key = layer_digest(graph, *self._settings)
 
-        later = KernelsLater()
+        later = KernelsLater(None if names is None else code.made[None].kernels)
         try:
             with self._new_conditions() as conditions, later.held():
                 run = self._compile(PlannedPartitioner(names, seen), lowered, reuse=names is None)
