@@ -59,8 +59,9 @@ def compile(  # torch's word for it
 ) -> CompiledModel:
     """Compile each repeated layer of ``model`` so that a training step stays within ``budget`` and is fastest.
 
-    Nothing runs now. The first step of each set of input shapes compiles the layers so that they store as little as
-    they can, and is watched; then there is a plan. Gradients are bitwise those of the layers compiled without lowtide.
+    Nothing of the model runs now. The first step of each set of input shapes compiles the layers so that they store as
+    little as they can, and is watched; then there is a plan. A model as one graph stores what its budget allows, as far
+    as the graph alone says. Gradients are bitwise those of the layers compiled without lowtide.
 
     Args:
         model: On one device, a CPU or an accelerator. It is changed in place until ``remove()``.
