@@ -41,6 +41,22 @@ def write_file(path: Path, data: bytes) -> None:
         raise
 
 
+def keep_newest(folder: Path, most_files: int) -> None:
+    """Drop the files of ``folder`` that were used least recently, until so many are left.
+
+    Raises:
+        OSError: the file system's own, if there is no such folder for example.
+    """
+    # All files, so that what a writer left that was killed goes too.
+    ages = []
+    for file in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another process drops too
+            ages.append((file.stat(follow_symlinks=False).st_mtime_ns, file.path))
+    for _, name in sorted(ages)[: max(len(ages) - most_files, 0)]:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
 def read_file(path: Path) -> bytes:
     """The content of ``path``.
 

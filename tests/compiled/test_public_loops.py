@@ -1,7 +1,4 @@
-"""Loops as nanoGPT and torchtitan have them: the bits of the same loop without lowtide, each step within the budget.
-
-Not counted is the first step, in which rates of ops are measured with more memory than these models have.
-"""
+"""Loops as nanoGPT and torchtitan have them: the bits of the same loop without lowtide, each step within the budget."""
 
 import pytest
 import torch
@@ -9,6 +6,7 @@ from support.compiled_loops import GPT, WITHIN, nanogpt, torchtitan_of_rank
 from support.ranks import on_every_rank
 
 import lowtide
+from lowtide.compiled import op_rates
 from lowtide.step.bits import same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,12 +25,13 @@ def test_nanogpt_trains_the_same_within_a_budget_below_its_peak(whole):
     losses, weights, peaks = nanogpt(plain, autocast=not whole)
     budget = int(WITHIN * max(peaks))
     torch._dynamo.reset()
+    op_rates._bytes_per_ms.cache_clear()  # it is measured with more memory than the model has, and in no step
     compiled = lowtide.compile(model, budget=budget, layers=["*"] if whole else None)
 
     found = nanogpt(model, compiled, autocast=not whole)
 
     assert losses == found[0] and all(map(same_bits, weights, found[1]))
-    assert max(found[2][1:]) <= budget < max(peaks)
+    assert max(found[2]) <= budget < max(peaks)
     assert compiled.status().in_force and compiled.reason == ""
     assert any(set(plan.layers.values()) != {"plain"} for plan in compiled.plans)
 

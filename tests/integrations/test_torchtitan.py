@@ -48,6 +48,17 @@ def test_blocks_that_torchtitan_compiles_are_planned_inside_and_train_the_same(t
     assert max(ours["peaks"]) <= ours["budget"] < max(plain["peaks"])
 
 
+def test_compiled_blocks_that_tensor_parallelism_splits_are_planned_inside_and_train_the_same(tmp_path):
+    """Two ranks share each block. gloo's threads free when they come to it, so that one step alone may take more."""
+    from support import torchtitan_training
+
+    for found in on_every_rank(torchtitan_training.policies, str(tmp_path), 0.7, 1, True, 6, True):
+        plain, ours, status = found["none"], found["lowtide"], found["lowtide"]["status"]
+        assert same(ours, plain)
+        assert status.in_force and status.planned_steps >= 4
+        assert min(ours["peaks"][-3:]) <= ours["budget"] < min(plain["peaks"][-3:])
+
+
 def test_what_cannot_be_carried_out_is_refused_by_name(tmp_path):
     from support import torchtitan_training
 

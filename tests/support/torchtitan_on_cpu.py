@@ -42,11 +42,13 @@ def trainer_config(
     accumulate: int = 1,
     folder: str = ".",
     compiled: bool = False,
+    split: bool = False,
 ) -> Any:
     """Of a small Llama, sharded over the ranks that there are, with this activation checkpointing.
 
     Args:
         compiled: Each block by Inductor, as torchtitan does it.
+        split: By tensor parallelism over two ranks, and sharded over the pairs that there are.
     """
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
@@ -100,7 +102,10 @@ def trainer_config(
     spec.model.layers = spec.model.layers[:layers]
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()  # FlexAttention has no backward here
-    world = torch.distributed.get_world_size()
+    parallelism = ParallelismConfig()
+    if split:  # torchtitan's default backend fails here when it shards what it has split, with lowtide and without
+        parallelism = ParallelismConfig(tensor_parallel_degree=2, spmd_backend="partial_dtensor")
+    world = torch.distributed.get_world_size() // parallelism.tensor_parallel_degree
     return Trainer.Config(
         model_spec=spec,
         dump_folder=folder,
@@ -114,7 +119,7 @@ def trainer_config(
         ),
         dataloader=Tokens.Config(),
         metrics=MetricsProcessor.Config(log_freq=100),
-        parallelism=ParallelismConfig(),
+        parallelism=parallelism,
         compile=CompileConfig(enable=compiled, components=["model"]),
         checkpoint=CheckpointManager.Config(enable=False),
         activation_checkpoint=policy,

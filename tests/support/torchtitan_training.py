@@ -22,11 +22,18 @@ def _start(rank: int) -> None:
 
 
 def policies(
-    rank: int, folder: str, budget_share: float, accumulate: int, compiled: bool = False, steps: int = 6
+    rank: int,
+    folder: str,
+    budget_share: float,
+    accumulate: int,
+    compiled: bool = False,
+    steps: int = 6,
+    split: bool = False,
 ) -> dict[str, Any]:
     """No checkpointing, torchtitan's own, and lowtide's within a share of the plain step's activations.
 
-    Compiled, torchtitan has one more, the compiler's memory budget.
+    Compiled, torchtitan has one more, the compiler's memory budget. Split by tensor parallelism, only its plain way and
+    lowtide's run.
     """
     _start(rank)  # before anything of torchtitan is imported
     from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
@@ -36,28 +43,38 @@ def policies(
     own = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}
     if compiled:
         own["memory budget"] = MemoryBudgetAC.Config(memory_budget=0.5)
-    found = {name: _trained(policy, folder, accumulate, compiled=compiled, steps=steps) for name, policy in own.items()}
+    how = {"compiled": compiled, "split": split, "steps": steps}
+    wanted = ("none",) if split else own
+    found = {name: _trained(own[name], folder, accumulate, **how) for name in wanted}
     if compiled:
         torch._functorch.config.activation_memory_budget = 1.0  # torchtitan leaves it as it set it
     there, plain = found["none"]["there"], max(found["none"]["peaks"])
     budget = there + int(budget_share * (plain - there))
-    ours = LowtideAC.Config(budget=str(budget) + "B")
-    found["lowtide"] = _trained(ours, folder, accumulate, compiled=compiled, steps=steps)
+    found["lowtide"] = _trained(LowtideAC.Config(budget=str(budget) + "B"), folder, accumulate, **how)
     found["lowtide"]["budget"] = budget
-    if not compiled:
+    if not (compiled or split):
         found["over full"] = _trained(FullAC.Config(), folder, accumulate, fit_budget=budget)
     return found
 
 
 def _trained(
-    policy: Any, folder: str, accumulate: int, fit_budget: int | None = None, *, compiled: bool = False, steps: int = 6
+    policy: Any,
+    folder: str,
+    accumulate: int,
+    fit_budget: int | None = None,
+    *,
+    compiled: bool = False,
+    split: bool = False,
+    steps: int = 6,
 ) -> dict[str, Any]:
     """What ``torchtitan_on_cpu.trained`` tells, lowtide's status where there is one, and what is on the model."""
     from lowtide.integrations import torchtitan
     from lowtide.integrations.torchtitan import LowtideAC
 
     trainer = torchtitan_on_cpu.made(
-        torchtitan_on_cpu.trainer_config(policy, steps=steps, accumulate=accumulate, folder=folder, compiled=compiled)
+        torchtitan_on_cpu.trainer_config(
+            policy, steps=steps, accumulate=accumulate, folder=folder, compiled=compiled, split=split
+        )
     )
     if compiled:
         torch._dynamo.reset()  # each policy has the blocks compiled for itself

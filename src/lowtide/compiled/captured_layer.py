@@ -25,7 +25,7 @@ from lowtide.compiled.generated_code import (
     VariantMemory,
     read_code,
 )
-from lowtide.compiled.joint_nodes import JointNodes, is_size
+from lowtide.compiled.joint_nodes import JointNodes, is_size, is_tangent
 from lowtide.compiled.joint_trace import JointTrace
 from lowtide.compiled.kernels_later import KernelsLater
 from lowtide.compiled.known_variants import layer_digest
@@ -198,6 +198,19 @@ class CapturedLayer:
         """It sends between ranks."""
         return self._code.sends
 
+    @property
+    def returns_loss(self) -> bool:
+        """It returns a number of floating point, as a model does that computes its own loss."""
+        assert self._code.nodes is not None
+        return self._code.nodes.returns_number
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of what backward is given, where autograd makes zeros for what nobody asks a gradient of."""
+        assert self._code.nodes is not None
+        nodes = self._code.nodes.at(self.sizes)
+        return sum(map(nodes.bytes_of, filter(is_tangent, nodes.nodes)))
+
     def alone(self) -> AbstractContextManager[Any]:
         """Inside, nothing is sent."""
         return collectives.Alone() if self.sends else nullcontext()
@@ -300,7 +313,7 @@ class CapturedLayer:
                 _check_known(graph)
                 code.key = layer_digest(graph, *self._settings)
 
-        later = KernelsLater()
+        later = KernelsLater(None if names is None else code.made[None].kernels)
         try:
             with self._new_conditions() as conditions, later.held():
                 run = self._compile(PlannedPartitioner(names, seen), lowered, reuse=names is None)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.compiled import op_rates
 from lowtide.compiled.captured_layer import device_of
 from lowtide.compiled.choice import called
 from lowtide.compiled.compiled_plan import CompiledPlan
@@ -58,8 +59,9 @@ def compile(  # torch's word for it
 ) -> CompiledModel:
     """Compile each repeated layer of ``model`` so that a training step stays within ``budget`` and is fastest.
 
-    Nothing runs now. The first step of each set of input shapes compiles the layers so that they store as little as
-    they can, and is watched; then there is a plan. Gradients are bitwise those of the layers compiled without lowtide.
+    Nothing of the model runs now. The first step of each set of input shapes compiles the layers so that they store as
+    little as they can, and is watched; then there is a plan. A model as one graph stores what its budget allows, as far
+    as the graph alone says. Gradients are bitwise those of the layers compiled without lowtide.
 
     Args:
         model: On one device, a CPU or an accelerator. It is changed in place until ``remove()``.
@@ -159,6 +161,7 @@ class CompiledModel(nn.Module):
         else:
             forget.append(backward_entry.observe(self._softmaxes))
             allocation_counter.prepare()
+            op_rates.measure_copies(self._device)
         self._forget: Callable[[], Any] = lambda: [one() for one in forget]
         kinds: dict[type, tuple[LayerKind, Callable[..., Any]]] = {}
         self._calls: dict[str, LayerCall] = {}
@@ -297,6 +300,8 @@ class CompiledModel(nn.Module):
         self._last_plan = plan or self._last_plan
         session.not_as_planned, session.training = "", session.training or bool(self._plans)
         session.seen_by_a_mode = False
+        if plan is None and not self._is_unchecked:
+            op_rates.measure_copies(self._device)  # the model may lie elsewhere than when it was compiled
         self._count(planned_as, plan, Call(args, kwargs))
         if self._is_unchecked:
             with _many_shapes(dynamic=self._dynamic):

@@ -64,6 +64,11 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt)
 
 
+def _is_number(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype.is_floating_point
+
+
 def base_of(node: fx.Node) -> fx.Node:
     """The node whose memory a view shows."""
     while is_view(node):
@@ -83,6 +88,7 @@ class JointNodes:
     Attributes:
         materialised: Values that get memory, in order; of an operator with several outputs the parts.
         is_forward: Whether a node is needed for what forward returns.
+        returns_number: Forward returns a number of floating point, as a loss is.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class JointNodes:
         assert isinstance(returned, (list, tuple))
         nodes = [base_of(a) if isinstance(a, fx.Node) else None for a in returned]
         self.returned_forward = {n for n in nodes[:num_outputs] if n is not None}
+        self.returns_number = any(map(_is_number, returned[:num_outputs]))
         self.returned_backward = {n for n in nodes[num_outputs:] if n is not None}
         self._readers: dict[fx.Node, list[fx.Node]] = {}
         self.materialised = [n for n in self.nodes if n.op == "call_function" and self._is_materialised(n)]

@@ -14,24 +14,41 @@ from unittest.mock import patch
 
 from torch._inductor.async_compile import AsyncCompile
 
-_COMPILERS = ("cpp_pybinding", "triton")
+from lowtide.compiled.kernel_batches import Batch, CppSource, batches_of
+
+_CPP = "cpp_pybinding"
+_COMPILERS = (_CPP, "triton")
 
 
 class _Kernel:
-    """Stands in a module for a kernel that is not compiled yet."""
+    """Stands in a module for a kernel that is not compiled yet.
 
-    def __init__(self, begin: Callable[[], Any]) -> None:
-        self._begin = begin
+    Attributes:
+        source: Of a kernel in C++; None: of another.
+        batch: Which kernels it is compiled with, and its place among them; None: it is compiled alone.
+    """
+
+    def __init__(self, begin: Callable[[], Any], source: CppSource | None) -> None:
+        self._begin, self.source = begin, source
+        self.batch: tuple[Batch, int] | None = None
         self._begun: Any = None
         self._made: Any = None
 
+    @property
+    def is_begun(self) -> bool:
+        return self._begun is not None or self.batch is not None
+
     def begin(self) -> None:
         """Have the compiler start, where it runs beside this process."""
-        if self._begun is None:
+        if not self.is_begun:
             self._begun = self._begin()
 
     def made(self) -> Any:
         """The kernel, once it is compiled."""
+        if self._made is None and self.batch is not None:
+            batch, place = self.batch
+            self._made = batch.kernel(place)
+            self.batch = None
         if self._made is None:
             self.begin()
             wait = getattr(self._begun, "result", None)
@@ -47,10 +64,16 @@ class _Kernel:
 
 
 class KernelsLater:
-    """Those of the code that is made inside ``held()``."""
+    """Those of the code that is made inside ``held()``.
 
-    def __init__(self) -> None:
+    Args:
+        plain: Those of the layer as PyTorch compiles it. What this code has in common with that is compiled once.
+    """
+
+    def __init__(self, plain: KernelsLater | None = None) -> None:
         self._places: list[tuple[dict[str, Any], str]] = []
+        self._known: dict[CppSource, _Kernel] = {} if plain is None else plain._known
+        self._is_plain = plain is None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -61,19 +84,39 @@ class KernelsLater:
             self._places += [(scope, name) for name, value in scope.items() if isinstance(value, _Kernel)]
             wait(compiler, scope)
 
-        def hold(make: Callable[..., Any]) -> Callable[..., _Kernel]:
-            return lambda compiler, *args, **kwargs: _Kernel(partial(make, compiler, *args, **kwargs))
+        def hold(name: str) -> Callable[..., _Kernel]:
+            make = getattr(AsyncCompile, name)
+
+            def held(compiler: AsyncCompile, *args: Any, **kwargs: Any) -> _Kernel:
+                source = CppSource(tuple(args[0]), args[1]) if name == _CPP else None
+                kernel = _Kernel(partial(make, compiler, *args, **kwargs), source)
+                if source is None or not self._is_plain:
+                    return kernel if source is None else self._known.get(source, kernel)
+                return self._known.setdefault(source, kernel)
+
+            return held
 
         with ExitStack() as patched:
             patched.enter_context(patch.object(AsyncCompile, "wait", note))
             for name in _COMPILERS:
-                patched.enter_context(patch.object(AsyncCompile, name, hold(getattr(AsyncCompile, name))))
+                patched.enter_context(patch.object(AsyncCompile, name, hold(name)))
             yield
 
     def begin(self) -> None:
-        """Have the compiler start, where it runs beside this process. ``compile`` waits for it."""
-        for _, _, kernel in self._held():
-            kernel.begin()
+        """Have the compiler start, where it runs beside this process. ``compile`` waits for it.
+
+        The plain code's kernels are compiled one by one, as PyTorch does: its cache may have them. Others are compiled
+        together.
+        """
+        waiting = [(id(scope), kernel) for scope, _, kernel in self._held() if not kernel.is_begun]
+        for module in dict.fromkeys(scope for scope, _ in waiting):
+            kernels = [kernel for scope, kernel in waiting if scope == module]
+            sources = {kernel.source: kernel for kernel in kernels if kernel.source is not None}
+            if not self._is_plain:
+                for kernel, batch in zip(sources.values(), batches_of(list(sources)), strict=True):
+                    kernel.batch = batch
+            for kernel in kernels:
+                kernel.begin()
 
     def compile(self) -> None:
         """Put the kernels into their places."""

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from lowtide import __version__
-from lowtide.cache_files import cache_dir, read_file, write_file
+from lowtide.cache_files import cache_dir, keep_newest, read_file, write_file
 from lowtide.compiled.generated_code import VariantMemory
 from lowtide.compiled.saved_sets import SavedSet
 
@@ -81,9 +81,7 @@ class KnownVariants:
         }
         with suppress(OSError):
             write_file(self._path, json.dumps(entry).encode())
-            files = sorted(self._path.parent.iterdir(), key=lambda file: file.stat().st_mtime_ns)
-            for file in files[: max(0, len(files) - _MOST_FILES)]:
-                file.unlink()
+            keep_newest(self._path.parent, _MOST_FILES)
 
 
 def layer_digest(graph: fx.Graph, *facts: object) -> str:

@@ -58,7 +58,7 @@ class LayerShape:
         other: The same graph at other sizes. What is compiled for those serves these too.
 
     Attributes:
-        variants: By name; ``plain``, ``least`` and ``run again`` are always there.
+        variants: By name; ``plain`` and ``run again`` are always there.
         proposed: By name, what the solver proposes and has no code yet.
         unreadable: By the names that are saved, why their code is not used.
         whole: It is the model as one graph. Then the peak of its forward and backward counts, not what it holds while
@@ -72,47 +72,100 @@ class LayerShape:
         plain = captured.variant(PLAIN, None)
         assert captured.layer is not None
         self.known = KnownVariants(captured.key)
-        known = self.known.variants
-        self.variants: dict[str, Variant] = {PLAIN: plain, AGAIN: captured.run_again(AGAIN)}
-        if whole or captured.sends or LEAST not in known:
-            if other is not None:
-                saved = saving(captured.layer, other.variants[LEAST].saved.names or ())
-            else:
-                saved = known[LEAST].saved if LEAST in known else (least_peak if whole else least)(captured.layer)
-            # Layer by layer the first step runs the plain code again, which needs no kernels more.
-            self.variants[LEAST] = captured.variant(LEAST, saved, kernels=whole or captured.sends)
-        for name, found in known.items():
+        again = captured.run_again(AGAIN)
+        self.variants: dict[str, Variant] = {PLAIN: plain, AGAIN: again}
+        for name, found in self.known.variants.items():
             if name in self.variants:
                 self.variants[name].step_ms = found.step_ms
             else:
                 self.variants[name] = Variant(name, found.saved, found.memory, None, found.step_ms, found.refused)
         self.proposed: dict[str, SavedSet] = {}
         self.unreadable: dict[tuple[str, ...] | None, str] = {}
-        if whole and not self.known.searched:
-            self._read_ahead()
-        # A whole graph that runs again peaks like the plain one: that is for where the leanest has other bits.
-        again, first = self.variants[AGAIN], self.variants[LEAST if whole or captured.sends else AGAIN]
-        (first.refused,) = why_not_equal(captured, [first], plain)
+        self._other = other
         if captured.sends:
             again.refused = "it would send between ranks again"
-        elif whole and first.refused:
-            (again.refused,) = why_not_equal(captured, [again], plain)
+            self.make_least()
         elif whole:
-            again.run = None
+            again.run = None  # it peaks like the plain graph: that is for where the leanest has other bits
+            self._make_first()
+        else:  # the first step runs the plain code again, which needs no kernels more
+            (again.refused,) = why_not_equal(captured, [again], plain)
         for name, ready in {} if other is None else other.variants.items():
             if name not in self.variants and ready.run is not None and ready.saved.names is not None:
                 self.proposed[name] = saving(captured.layer, ready.saved.names)
 
-    def _read_ahead(self) -> None:
-        """While compilers are at the first kernels: read the set that a plan will likely save, as far as the graph
-        alone says, and have them begin with its kernels."""
-        plain_bytes, limit = self.variants[PLAIN].memory.peak_bytes, self._session.limit
-        limit = int(limit * plain_bytes) if isinstance(limit, float) else limit
-        if limit is None or not self.variants[LEAST].memory.peak_bytes < limit < plain_bytes:
+    def _make_first(self) -> None:
+        """Of a model as one graph, what the watched step runs.
+
+        That is the plain graph, or the set that a plan will likely save, where these stay within the limit as far
+        as the graph alone says. Else it is the leanest set.
+        """
+        plain, limit = self.variants[PLAIN], self._limit_bytes
+        if limit is None or self._step_bytes(plain) <= limit:
             return
-        found = self.read_near(limit, lambda variant: variant.memory.peak_bytes)
-        if found is not None:
-            found.kernels.begin()
+        if self.captured.returns_loss:  # else what comes after the graph may take as much again
+            self.read_near(limit, self._step_bytes, self.captured.gradient_bytes)
+            own = (v for v in self.variants.values() if v.saved.names is not None and not v.refused)
+            within = [v for v in own if self._step_bytes(v) <= limit]
+            if within:
+                found = max(within, key=self._step_bytes)
+                first = self.variants[found.name] = self.captured.compiled(found)
+                (first.refused,) = why_not_equal(self.captured, [first], plain)
+                first.step_ms = found.step_ms if first.memory == found.memory else 0.0
+                if not first.refused and self._step_bytes(first) <= limit:
+                    return
+        self.make_least()
+
+    @property
+    def _limit_bytes(self) -> int | None:
+        """Of a step of the model as one graph that is watched."""
+        limit = self._session.limit
+        return int(limit * self._step_bytes(self.variants[PLAIN])) if isinstance(limit, float) else limit
+
+    def _step_bytes(self, variant: Variant) -> int:
+        """Peak of a step of the model as one graph, as far as its code says: backward begins with gradients of all that
+        forward has returned, zeros among them, and nobody else holds that still."""
+        memory = variant.memory
+        begin_bytes = memory.stored_bytes + memory.saved_output_bytes + self.captured.gradient_bytes
+        return max(memory.forward_peak_bytes, begin_bytes + memory.backward_peak_bytes)
+
+    def make_least(self) -> bool:
+        """Propose the leanest variant; compile and prove it where first steps run it. Whether it was missing.
+
+        Raises:
+            UnreadableCodeError, PlanMismatchError: it cannot be made, and there is no plan yet. Later it is left out.
+        """
+        captured, plain, known = self.captured, self.variants[PLAIN], self.variants.get(LEAST)
+        is_run_first = self.whole or captured.sends
+        if LEAST in self.proposed or (known is not None and (known.run is not None or not is_run_first)):
+            return False
+        saved = self._least_set() if known is None else known.saved
+        if saved.names in self.unreadable:
+            return False
+        if not is_run_first:
+            self.proposed[LEAST] = saved
+            return True
+        try:
+            least = self.variants[LEAST] = captured.variant(LEAST, saved)
+        except (UnreadableCodeError, PlanMismatchError) as error:
+            if not self._session.training:
+                raise
+            self.unreadable[saved.names] = f"{LEAST}: {error}"
+            return False
+        if known is not None and known.memory == least.memory:
+            least.step_ms = known.step_ms
+        (least.refused,) = why_not_equal(captured, [least], plain)
+        if least.refused and not captured.sends:
+            again = self.variants[AGAIN] = captured.run_again(AGAIN)
+            (again.refused,) = why_not_equal(captured, [again], plain)
+        return True
+
+    def _least_set(self) -> SavedSet:
+        layer, other = self.captured.layer, self._other
+        assert layer is not None
+        if other is not None and LEAST in other.variants:
+            return saving(layer, other.variants[LEAST].saved.names or ())
+        return least_peak(layer) if self.whole else least(layer)
 
     def propose(self, sets: Sequence[SavedSet]) -> bool:
         """Add the sets that are new. Whether there were any."""
@@ -150,7 +203,7 @@ class LayerShape:
             return next((v for v in own if 0 <= limit - step_peak(v) <= _NEAR * limit), None)
 
         known = [(step_peak(v), v.saved.peak_bytes) for v in self.variants.values() if v.saved.names is not None]
-        near_bytes, asked_bytes = min(known, key=lambda peaks: abs(peaks[0] - limit))
+        near_bytes, asked_bytes = min(known, key=lambda peaks: abs(peaks[0] - limit), default=(0, 0))
         ask, asked = limit - near_bytes + asked_bytes, set[int]()
         while near() is None and ask not in asked and len(asked) < _CORRECTIONS:
             asked.add(ask)
@@ -180,8 +233,23 @@ class LayerShape:
             return planned
         if wanted and not self._session.not_as_planned:  # the first reason is the one that counts
             self._session.not_as_planned = f"{called(layer)} was compiled anew, so its part of the plan is gone"
-        there = [self.variants[name] for name in (LEAST, AGAIN, PLAIN)]
-        return min((v for v in there if _runs(v)), key=self._bytes_that_count)
+        leanest = self._leanest()
+        if self.whole and not self._is_lean_enough(leanest):
+            self._session.compiled_now = True  # what is tried here is in no count of the step
+            self.make_least()
+            leanest = self._leanest()
+        return leanest
+
+    def _leanest(self) -> Variant:
+        """Of those that can run."""
+        names = dict.fromkeys([LEAST, AGAIN, *self.variants])  # of equals the first
+        there = [self.variants[name] for name in names if name in self.variants]
+        return min(filter(_runs, there), key=self._bytes_that_count)
+
+    def _is_lean_enough(self, variant: Variant) -> bool:
+        """For the first step of a model as one graph, until there is a plan."""
+        limit = self._limit_bytes
+        return self._session.watch is not None and (limit is None or self._step_bytes(variant) <= limit)
 
     def _bytes_that_count(self, variant: Variant) -> tuple[int, int]:
         memory = variant.memory

@@ -74,6 +74,12 @@ def bytes_ms(count: int, device: torch.device) -> float:
     return count / _bytes_per_ms(device)
 
 
+def measure_copies(device: torch.device) -> None:
+    """Measure now how fast ``device`` copies, which takes 32 MiB: before a step, whose memory is the budget's."""
+    if device.type != "meta" and not values_off.times_of:
+        _bytes_per_ms(device)
+
+
 @cache
 def _bytes_per_ms(device: torch.device) -> float:
     with _disable_current_modes():

@@ -22,6 +22,7 @@ from lowtide.plan import COMPILED
 from lowtide.units import format_bytes
 
 _ROUNDS = 2
+_WORTH = 0.002  # of the layers' time, by which another choice has to be faster
 _LEANER = 0.6  # of the peak in backward, where nothing fits
 _IN_PLACE_OF_REFUSED = (1.0, 0.97, 0.94, 0.9, 0.85)  # of the limit
 _ABOVE_REFUSED = (1.05, 1.15, 1.3)  # of the least peak
@@ -122,6 +123,8 @@ class StepPlanner:
                 for shape in self._distinct:
                     shape.keep_known(search)
                 return found
+            if any([shape.make_least() for shape in self._distinct]):
+                continue
             leanest = self._leanest()
             if leanest.peak_bytes > limit or not self._advance(leanest):
                 break
@@ -162,15 +165,26 @@ class StepPlanner:
         """Propose sets, and read and compile those of the fastest choice that fits."""
         for shape in self._distinct:
             assert shape.captured.layer is not None
+            shape.make_least()
             shape.propose(saved_sets.front(shape.captured.layer))
         rounds = 0
         while rounds < _ROUNDS:
             choice = fastest_within(self.moments, self._options(), limit)
+            if choice is not None and not self._is_worth(choice, limit):
+                break
             if choice is not None and self._advance(choice):
                 continue  # with what code takes, measured times, and without what was refused
             rounds += 1
             if not (self._lean_further() if choice is None else self._refine(choice)):
                 break
+
+    def _is_worth(self, choice: Choice, limit: int) -> bool:
+        """Whether what ``choice`` has that is not compiled is worth the seconds that takes: times are only believed."""
+        chosen = [(self.shapes[layer], name) for layer, name in choice.variants.items()]
+        if all(name in shape.variants and shape.variants[name].is_tried for shape, name in chosen):
+            return True
+        ready = fastest_within(self.moments, self._options(ready=True), limit)
+        return ready is None or choice.layers_ms <= (1 - _WORTH) * ready.layers_ms
 
     def _prepare_whole(self, limit: int) -> None:
         """The model as one graph: read the sets that come close to the limit from below, and compile the fastest.
@@ -188,8 +202,9 @@ class StepPlanner:
             usable = {name for name, v in shape.variants.items() if v.is_tried and not v.refused}
             if not usable.isdisjoint(choice.variants.values()):
                 return
-        least = shape.variants[LEAST]
-        if least.refused:
+        shape.make_least()
+        least = shape.variants.get(LEAST)
+        if least is not None and least.refused:
             for share in _ABOVE_REFUSED:
                 self._read_near(shape, int(share * self._step_peak(least)))
 
@@ -257,20 +272,27 @@ class StepPlanner:
 
     def _compile(self, chosen: Collection[tuple[LayerShape, str]]) -> None:
         """Compile variants that were only read, all at once; prove and time them."""
-        made = [(shape, shape.variants[name], shape.captured.compiled(shape.variants[name])) for shape, name in chosen]
-        for shape, read, variant in made:
-            (variant.refused,) = why_not_equal(shape.captured, [variant], shape.variants[PLAIN])
-            if variant.memory == read.memory:
-                variant.step_ms = read.step_ms
-            shape.variants[variant.name] = variant
-            if variant.refused:
-                self.refused.append(f"{variant.name}: {variant.refused}")
-            elif variant.memory != read.memory:
-                self.refused.append(
-                    f"{variant.name}: its code took other bytes when it was compiled; the second reading counts"
-                )
         for shape in self._distinct:
-            self._time(shape, [variant.name for of, _, variant in made if of is shape])
+            read = [shape.variants[name] for of, name in chosen if of is shape]
+            made = [shape.captured.compiled(variant) for variant in read]
+            reasons = why_not_equal(shape.captured, made, shape.variants[PLAIN]) if made else []
+            for before, variant, reason in zip(read, made, reasons, strict=True):
+                self._take(shape, before, variant, reason)
+        for shape in {shape: None for shape, _ in chosen}:
+            self._time(shape, [name for of, name in chosen if of is shape])
+
+    def _take(self, shape: LayerShape, read: Variant, variant: Variant, why_not: str) -> None:
+        """``variant`` in the place of what was only read of it."""
+        variant.refused = why_not
+        if variant.memory == read.memory:
+            variant.step_ms = read.step_ms
+        shape.variants[variant.name] = variant
+        if variant.refused:
+            self.refused.append(f"{variant.name}: {variant.refused}")
+        elif variant.memory != read.memory:
+            self.refused.append(
+                f"{variant.name}: its code took other bytes when it was compiled; the second reading counts"
+            )
 
     def _refine(self, choice: Choice) -> bool:
         """Propose sets between each chosen one and the next larger. Whether there are new ones."""

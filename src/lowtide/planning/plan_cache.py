@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide import __version__
-from lowtide.cache_files import cache_dir, read_file, write_file
+from lowtide.cache_files import cache_dir, keep_newest, read_file, write_file
 from lowtide.errors import LowtideError
 from lowtide.graph.costs import Costs
 from lowtide.graph.json_format import costs_from_dict, costs_to_dict
@@ -114,20 +114,10 @@ class PlanCache:
                 "costs": costs_to_dict(request.costs),
             }
             write_file(path, gzip.compress(json.dumps(entry).encode(), compresslevel=6, mtime=0))
-            self._drop_oldest()
+            keep_newest(self.directory, MOST_PLANS)
         except (OSError, TypeError) as error:
             return f"the plan is not kept for later runs: {error}"
         return ""
-
-    def _drop_oldest(self) -> None:
-        # All files, so that what a writer left that was killed goes too.
-        ages = []
-        for file in os.scandir(self.directory):
-            with suppress(FileNotFoundError):  # another process drops too
-                ages.append((file.stat(follow_symlinks=False).st_mtime_ns, file.path))
-        for _, name in sorted(ages)[: max(len(ages) - MOST_PLANS, 0)]:
-            with suppress(FileNotFoundError):
-                os.unlink(name)
 
 
 def request_digest(request: PlanRequest) -> str:

@@ -1,0 +1,31 @@
+"""The search for a plan of compiled layers: what is worth compiling."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lowtide.compiled import step_plan
+from lowtide.compiled.choice import Choice
+from lowtide.compiled.step_plan import StepPlanner
+
+
+def is_worth(monkeypatch, name, layers_ms, ready_ms):
+    """Of a choice of one layer's variant: "ready" is compiled, "read" is not, and "proposed" has no code."""
+    variants = {"ready": SimpleNamespace(is_tried=True), "read": SimpleNamespace(is_tried=False)}
+    planner = object.__new__(StepPlanner)
+    planner.moments, planner.shapes = [], {"0": SimpleNamespace(variants=variants, proposed={"proposed": None})}
+    monkeypatch.setattr(planner, "_options", lambda *, ready: {"0": ready}, raising=False)
+    found = None if ready_ms is None else Choice({"0": "ready"}, 0, ready_ms)
+    monkeypatch.setattr(step_plan, "fastest_within", lambda moments, options, limit: options["0"] and found)
+    return planner._is_worth(Choice({"0": name}, 0, layers_ms), 0)
+
+
+@pytest.mark.parametrize("name", ["read", "proposed"])
+def test_a_choice_that_is_believed_to_be_hardly_faster_is_not_compiled(monkeypatch, name):
+    assert not is_worth(monkeypatch, name, 99.9, 100.0)
+    assert is_worth(monkeypatch, name, 99.7, 100.0)
+    assert is_worth(monkeypatch, name, 120.0, None), "nothing else fits"
+
+
+def test_a_choice_of_compiled_variants_is_gone_on_from(monkeypatch):
+    assert is_worth(monkeypatch, "ready", 100.0, 100.0)
