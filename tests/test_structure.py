@@ -171,6 +171,8 @@ CUDA_ALONE = {
     "settings.trl": ("_scaled_dot_product_cudnn_attention",),
     "commands.bench": ("cudnn_attention",),
     "doctor.checks.value_compile_budget": ("torch-xpu-ops#4501",),  # a thread
+    "device.streams": ("a CUDA graph", 'device.type == "cuda"', "torch.cuda.is_current_stream_capturing"),
+    "integrations.torchtitan": ("_CUDA_GRAPHS",),  # whose setting has that name
     "device.out_of_memory": ("cuBLAS and cuDNN",),  # whose errors have no class of their own
     "device.kept_workspaces": ("cuBLAS keeps a workspace", "_clearCublasWorkspaces"),
     "device.numeric_flags": ("cuDNN's", "cudnn", "_get_cublas_", '("cuda", '),
