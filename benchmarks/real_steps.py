@@ -174,8 +174,7 @@ def line(loop: Loop, *, quick: bool = False) -> dict:
     sizes = loop.sizes(loop.quick_steps if quick else loop.steps)
     largest = [tuple(map(max, zip(*sizes)))] * WARM_UP
     reference = _run(loop, sizes, peaks=True)
-    state_bytes = reference.probe.state_bytes + reference.probe.bucket_bytes
-    model_bytes = resident_bytes(loop.make(), gradients_to_come=True) + state_bytes
+    model_bytes = resident_bytes(loop.make(), gradients_to_come=True) + reference.probe.beside_bytes
     activation_bytes = max(_activation_bytes(record) for record in reference.records)
     batch_bytes = max(record.resident_bytes for record in reference.records) - model_bytes
     budget = model_bytes + max(0, batch_bytes) + int(FRACTION * activation_bytes)

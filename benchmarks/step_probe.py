@@ -82,6 +82,7 @@ class Probe:
         letters: On the thread that talks to the planner's process: JSON. It holds the interpreter meanwhile.
         state_bytes: Of the optimizers that have stepped.
         bucket_bytes: Of what the reducer of data parallelism keeps; the loop says so.
+        beside_bytes: Of both, the most that a step began with.
     """
 
     def __init__(
@@ -90,13 +91,15 @@ class Probe:
         self.model, self.fit, self.peaks, self.waits_after = model, fit, peaks, waits_after
         self.records: list[StepRecord] = []
         self.planning, self.letters = Stopwatch(), Stopwatch()
-        self.state_bytes = self.bucket_bytes = 0
+        self.state_bytes = self.bucket_bytes = self.beside_bytes = 0
         self._overhead = 0.0
 
     @contextmanager
     def step(self, batch: Any, size: int) -> Iterator[None]:
         """Around forward and backward of one step on ``batch``."""
-        resident = resident_bytes(self.model, batch) + self.state_bytes + self.bucket_bytes
+        beside = self.state_bytes + self.bucket_bytes
+        self.beside_bytes = max(self.beside_bytes, beside)
+        resident = resident_bytes(self.model, batch) + beside
         if self.peaks:
             gc.collect()  # else garbage that the step frees would count as freed by it
         busy, planned = self._planner_is_busy, self._planned_steps
