@@ -197,7 +197,7 @@ def _within_bytes(rank: int, *, share: float = 0.65, **how: Any) -> tuple[dict, 
 
 def leaving_the_plan(rank: int) -> tuple[dict, dict]:
     """From the fifth step on the blocks run other ops."""
-    return _watched(rank, shard=each_layer, steps=18, leaves_plan=True)
+    return _watched(rank, shard=each_layer, steps=22, leaves_plan=True)
 
 
 def _watched(rank: int, steps: int = 6, **how: Any) -> tuple[dict, dict]:
