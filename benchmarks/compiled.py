@@ -213,10 +213,13 @@ class Bench:
 
         compiled = lowtide.compile(self.model, budget=None)
         calls = [layer._compiled_call_impl for layer in self.model.model.layers]
+        call, self.model._compiled_call_impl = self.model._compiled_call_impl, None
+        for layer in self.model.model.layers:
+            layer._compiled_call_impl = None  # another plan is for the same model
         budgets = {f"lowtide, peak of {name}": peaks[name] for name in AT_PEAK_OF if name in peaks}
         budgets |= {f"lowtide {fraction} of eager": int(fraction * peaks["eager"]) for fraction in FRACTIONS_OF_EAGER}
         budgets |= {f"lowtide {fraction}": int(fraction * peaks[PLAIN]) for fraction in FRACTIONS}
-        self._lowtides_plans(compiled, partial(self._layers, calls), budgets)
+        self._lowtides_plans(compiled, partial(self._by_layer, call, calls), budgets)
 
     def _lowtides_whole_graphs(self, peaks: dict[str, int]) -> None:
         import lowtide
@@ -263,6 +266,12 @@ class Bench:
                 "predicted_overhead": chosen.predicted_overhead,
                 "variants": {v.name: v.layers for v in chosen.variants},
             }
+
+    @contextmanager
+    def _by_layer(self, call: Callable, calls: list[Callable]) -> Iterator[None]:
+        """The model is called by ``call``, and each layer in its own of ``calls``."""
+        with self._layers(calls), self._whole(call):
+            yield
 
     @contextmanager
     def _whole(self, call: Callable) -> Iterator[None]:
