@@ -31,7 +31,10 @@ def test_a_captured_step_runs_as_without_lowtide_and_is_told(steps_aside, monkey
             with torch.cuda.stream(torch.cuda.Stream()):
                 step()
         fit.wait()
+        with torch.no_grad(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            model(batch)  # an evaluation, which no plan is for
         before, graph = fit.status(), torch.cuda.CUDAGraph()
+        assert not any("captured" in reason for reason in before.reasons)
         with torch.cuda.graph(graph):
             step()
         graph.replay()

@@ -79,12 +79,12 @@ class FittedCall:
         if attach.cannot_tape():
             lifecycle.past.note_untaped_call()
             return nullcontext()
-        if is_captured(self._device):
-            lifecycle.past.note_captured_call()
-            return lifecycle.seams.suspended(self._step.seams)
         if not torch.is_grad_enabled():
             if self._step.takes_in_call_without_gradients():
                 return nullcontext()
+            return lifecycle.seams.suspended(self._step.seams)
+        if is_captured(self._device):
+            lifecycle.past.note_captured_call()
             return lifecycle.seams.suspended(self._step.seams)
         if not lifecycle.is_open_to(threading.current_thread()):
             self._reasons.say("the model was called on two threads at once: only one is planned")
