@@ -10,9 +10,7 @@ Where torchtitan compiles the blocks, ``lowtide.compile`` does in its place, wit
 compiled code stores is out of reach from outside, and cannot run again there while the parameters are in parts.
 """
 
-import sys
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from lowtide.integrations.made_optimizers import MadeOptimizers
 from lowtide.integrations.versions import check_version
 from lowtide.options import WARN
 from lowtide.step.module_calls import compiled_parts
+from lowtide.step.other_hooks import frame_in
 from lowtide.training.fitted_model import Fit
 from lowtide.units import parse_budget
 
@@ -73,7 +72,7 @@ class LowtideAC(ActivationCheckpointing):
 
         def first_call(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
-                if _is_graphed():
+                if frame_in("torchtitan.distributed.cudagraph"):  # whose first call runs without a graph
                     raise IntegrationError(_CUDA_GRAPHS)
                 model._compiled_call_impl = None
                 optimizers.stop()
@@ -110,14 +109,6 @@ def fit(trainer: Any, *, budget: int | str = "auto", **options: Any) -> Fit | Co
             "MemoryBudgetAC has the compiler recompute what a plan decides about.\nSet activation_checkpoint=None."
         )
     return _fit(trainer.model_parts[0], list(trainer.optimizers.optimizers), {"budget": budget, **options})
-
-
-def _is_graphed() -> bool:
-    """Whether torchtitan's wrapper of a CUDA graph is on the stack; its first call runs without one."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torchtitan.distributed.cudagraph":
-        frame = frame.f_back
-    return frame is not None
 
 
 def _fit(model: nn.Module, optimizers: list[torch.optim.Optimizer], options: dict[str, Any]) -> Fit | CompiledModel:

@@ -5,14 +5,12 @@ seen. The graph has to be that of the step without a tape, though the tape keeps
 others early. So the record ends a storage's life where it would have ended (``stored_tensors.py``).
 """
 
-import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -43,7 +41,7 @@ from lowtide.step.function_calls import ObservedFunctionCall
 from lowtide.step.gradients_there import GradientsThere
 from lowtide.step.operators import gradient_of, storage_of, tensors_in
 from lowtide.step.optimizer_state import existing_state_bytes
-from lowtide.step.other_hooks import CHECKPOINT
+from lowtide.step.other_hooks import CHECKPOINT, frame_in
 from lowtide.step.sharding.zero3 import has_gathered
 from lowtide.step.subclasses import plain_tensors, wrapped_parameters
 from lowtide.step.whole_modules import calls_compiled_code
@@ -185,10 +183,7 @@ class StepRecording:
 
     def _note_run_again(self, signature: int) -> None:
         """An op has run in backward as in forward: that of checkpointing, if its code is on the stack."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_globals.get("__name__") != CHECKPOINT:
-            frame = frame.f_back
-        if frame is None:
+        if (frame := frame_in(CHECKPOINT)) is None:
             return
         self._ran_again[signature] += 1
         if not self.checkpointed:  # reentrant: in its forward pass no hook shows
