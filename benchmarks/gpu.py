@@ -8,11 +8,10 @@ A line of a stand-in says so (``standin``), and goes to no results file unless `
 times.
 
 Two models, weights drawn at random, nothing downloaded: a decoder in plain PyTorch, and a Llama of transformers. Every
-method trains from the same weights on the same batch for a few steps: losses and weights have to have the same bits,
-peaks are the allocator's own. Then forward and backward of all methods are timed in turns, by events. A method that
+method trains from the same weights on the same batch for a few steps, twice. First with deterministic kernels, since
+the backward of attention adds in any order on a GPU: losses and weights have to have the same bits. Then as users run
+it: peaks are the allocator's own. Then forward and backward of all methods are timed in turns, by events. A method that
 does not fit, or for which no time was left, is a line that says so.
-
-Nobody has run this on a GPU yet: there are no GPU results in this repository, and none are claimed.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -56,12 +56,15 @@ SIZES = {
 
 def main() -> int:
     begin = time.monotonic()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, else its products are not
     args = _arguments()
     try:
         device = _device(args.device)
     except Exception as error:
         print(error, file=sys.stderr)
         return 2
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it has no deterministic backward: another kernel would run then
     seconds = args.minutes * 60
     sizes = SIZES[args.size or _size_for(device)][1]
     out = args.out or (None if is_stand_in(device) else RESULTS)
@@ -179,8 +182,9 @@ class Case:
     def __post_init__(self) -> None:
         torch.manual_seed(SEED)
         dtype = torch.float32 if is_stand_in(self.device) else torch.bfloat16
-        self.model = self.built().to(dtype).to(self.device).train()
-        self.ids = torch.randint(0, self.vocabulary, (self.batch_size, self.length)).to(self.device)
+        with self.device:
+            self.model = self.built().to(dtype).train()
+            self.ids = torch.randint(0, self.vocabulary, (self.batch_size, self.length))
 
     def built(self) -> nn.Module:
         raise NotImplementedError
@@ -232,11 +236,12 @@ class TransformersCase(Case):
 
     @contextmanager
     def checkpointing(self) -> Iterator[None]:
-        self.model.activation_checkpointing_enable()
+        switch = "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"  # up to 5.17
+        getattr(self.model, f"{switch}_checkpointing_enable")()
         try:
             yield
         finally:
-            self.model.activation_checkpointing_disable()
+            getattr(self.model, f"{switch}_checkpointing_disable")()
             self.model.disable_input_require_grads()  # its own switch leaves these hooks on
 
 
@@ -349,32 +354,20 @@ class Measured:
         if self._left_s() < 0:
             return {"method": method.name, "status": "out of time"}
         index = self.case.device.index
-        parameters = list(self.case.model.parameters())
-        with torch.no_grad():
-            for parameter, first in zip(parameters, self.start, strict=True):
-                parameter.copy_(first)
-                parameter.grad.zero_()
-        torch.manual_seed(SEED)
-        gc.collect()
-        torch.accelerator.empty_cache()
-        torch.accelerator.reset_peak_memory_stats(index)
-        losses = []
         try:
-            for _ in range(STEPS):
-                began = time.monotonic()
-                losses.append(self._step(method))  # reads the loss, and so waits for the device
-                self.step_s[method.name] = time.monotonic() - began
-                with torch.no_grad():
-                    for parameter in parameters:
-                        parameter.sub_(parameter.grad, alpha=0.01)
-                        parameter.grad.zero_()
+            with _deterministic():
+                losses = self._steps(method)
+            weights = [_bits(p) for p in self.case.model.parameters()]
+            gc.collect()
+            torch.accelerator.empty_cache()
+            torch.accelerator.reset_peak_memory_stats(index)
+            self._steps(method)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             return {"method": method.name, "status": "out of memory", "reason": str(error).splitlines()[0]}
         peak_bytes = torch.accelerator.max_memory_allocated(index)
         reserved_bytes = torch.accelerator.max_memory_reserved(index)
-        weights = [_bits(p) for p in parameters]
         if self.reference is None:
             self.reference = losses, weights
         return {
@@ -386,6 +379,25 @@ class Measured:
             "peak_bytes": peak_bytes,
             "reserved_bytes": reserved_bytes,
         }
+
+    def _steps(self, method: Method) -> list[float]:
+        """A few steps from the first weights. Returns: their losses."""
+        parameters = list(self.case.model.parameters())
+        with torch.no_grad():
+            for parameter, first in zip(parameters, self.start, strict=True):
+                parameter.copy_(first)
+                parameter.grad.zero_()
+        torch.manual_seed(SEED)
+        losses = []
+        for _ in range(STEPS):
+            began = time.monotonic()
+            losses.append(self._step(method))  # reads the loss, and so waits for the device
+            self.step_s[method.name] = time.monotonic() - began
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.sub_(parameter.grad, alpha=0.01)
+                    parameter.grad.zero_()
+        return losses
 
     def _step(self, method: Method) -> float:
         with method.around():
@@ -415,6 +427,16 @@ class Measured:
             "driver": _driver(case.device),
             "runtime": torch.version.cuda or torch.version.hip or getattr(torch.version, "xpu", None),
         }
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """PyTorch's deterministic kernels, where it has them."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _driver(device: torch.device) -> str | None:

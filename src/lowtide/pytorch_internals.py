@@ -16,7 +16,7 @@ from lowtide.errors import UnsupportedPyTorchError
 
 logger = logging.getLogger("lowtide")
 
-CHECKED = ("2.13", "2.14", "2.15")
+CHECKED = ("2.11", "2.13", "2.14", "2.15")
 VERSION: str = torch.__version__
 
 

@@ -5,6 +5,8 @@ drop it (``Module.__getstate__`` does), and ``try/finally`` holds where forward 
 leaves an ``always_call`` hook's mode on).
 """
 
+import ctypes
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +38,17 @@ def never_compiled(function: Function) -> Function:
     """
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
+
+
+def stash_in_tls(key: str, value: object) -> None:
+    """Keep ``value`` in PyTorch's state of this thread, and of those that the engine hands it to, until they end.
+
+    PyTorch 2.11 does not count the reference that it keeps there, but does give it back: that one is counted here.
+    """
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(key, value)
+    if sys.getrefcount(value) == before:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 class CallObserver(Protocol):
@@ -70,7 +83,7 @@ class _ThreadState:
 
     def _of_this_thread(self) -> _State:
         if not torch._C._is_key_in_tls(self._KEY):
-            torch._C._stash_obj_in_tls(self._KEY, _State())
+            stash_in_tls(self._KEY, _State())
         return torch._C._get_obj_in_tls(self._KEY)
 
     @property
