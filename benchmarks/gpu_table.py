@@ -4,18 +4,17 @@ from __future__ import annotations
 
 MIB = 2**20
 COLUMNS = ("method", "allocated", "predicted", "reserved", "predicted", "step time", "predicted", "losses, weights")
-NOBODY = (
-    "Nobody has measured lowtide on a GPU yet. `make gpu` does, in under eight minutes, and writes\n"
-    "`gpu.jsonl` into `benchmarks/results`; `python benchmarks/table.py` then puts the table here. Please open an\n"
-    "issue with the file, whatever it says. `python benchmarks/gpu.py --device standin` runs the same code on the\n"
-    "tests' stand-in for a device, which says nothing about speed."
-)
+SHOWN = {
+    "plain": "plain",
+    "lowtide, 50 %": "**lowtide**, half the activations",
+    "lowtide, 25 %": "**lowtide**, a quarter",
+    "torch checkpoint, every layer": "checkpoint every layer",
+    "lowtide, at the peak of every layer": "**lowtide**, as small as that",
+}
 
 
 def gpu_table(lines: list[dict]) -> str:
-    """One table per model, its methods in the order run; a sentence where there are no results."""
-    if not lines:
-        return NOBODY
+    """One table per model, its methods in the order run."""
     blocks = []
     for case, standin in dict.fromkeys((line["case"], _is_stand_in(line)) for line in lines):
         mine = [line for line in lines if (line["case"], _is_stand_in(line)) == (case, standin)]
@@ -45,6 +44,33 @@ def gpu_table(lines: list[dict]) -> str:
         "a few steps from the same weights; times are of forward and backward, in turns, by events."
     )
     return "\n\n".join(blocks)
+
+
+def gpu_summary(lines: list[dict]) -> str:
+    """README's table: five methods on the first model."""
+    by = {line["method"]: line for line in lines if line["case"] == lines[0]["case"]}
+    plain = by["plain"]
+    rows = ["| method | peak memory | predicted | step time | predicted |", "|---|---:|---:|---:|---:|"]
+    for method, name in SHOWN.items():
+        line = by[method]
+        peaks = f"{_gib(line['peak_bytes'])} | {_gib(line.get('predicted_peak_bytes'))}"
+        time = f"{line['time_ms']:.0f} ms" if method == "plain" else _percent(line["overhead"])
+        rows.append(f"| {name} | {peaks} | {time} | {_percent(line.get('predicted_overhead'))} |")
+    all_equal = all(line["losses_equal"] and line["weights_equal"] for line in by.values())
+    exact = all(line["peak_bytes"] == line.get("predicted_peak_bytes", line["peak_bytes"]) for line in by.values())
+    kept = "keep plain's bits" if all_equal else "do NOT all keep plain's bits"
+    told = "to the byte" if exact else "but NOT to the byte"
+    rows += [
+        "",
+        f"{plain['device']}, decoder of {plain['layers']} layers of {plain['width']}, batch {plain['batch']} x "
+        f"{plain['sequence']}, {plain['dtype']}. The weights {kept}; peaks are as predicted {told} "
+        "([all methods, and what went less well](docs/gpu.md)). On CPUs: [benchmarks](docs/benchmarks.md).",
+    ]
+    return "\n".join(rows)
+
+
+def _gib(count: int | None) -> str:
+    return "" if count is None else f"{count / 2**30:.2f} GiB"
 
 
 def _cells(line: dict) -> list[str]:

@@ -38,7 +38,8 @@ from foresight_table import zoo_table as hollow_zoo_table
 from full_size_programs_table import full_size_programs_table
 from full_size_table import example_text, full_size_summary, full_size_table
 from generation_table import cache_table, gap_table
-from gpu_table import gpu_table
+from gpu_loops_table import compiled_gpu_table, fit_table
+from gpu_table import gpu_summary, gpu_table
 from host_time_table import host_time_table
 from integrations_table import cases_table, programs_table, timed_table
 from limits_table import costs_table
@@ -79,12 +80,14 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a page differs")
     args = parser.parse_args()
     differing = 0
-    measured_gpu, measured_compiled = RESULTS / "gpu.jsonl", RESULTS / "compiled_cpu.jsonl"
+    measured_compiled = RESULTS / "compiled_cpu.jsonl"
     for page in (
-        Page(ROOT / "README.md", "summary", RESULTS / "decoder_cpu.jsonl", summary_table),
+        Page(ROOT / "README.md", "summary", RESULTS / "gpu.jsonl", gpu_summary),
         Page(ROOT / "docs" / "benchmarks.md", "benchmark", RESULTS / "decoder_cpu.jsonl", tables),
         Page(ROOT / "docs" / "benchmarks.md", "overhead", RESULTS / "overhead_cpu.jsonl", overhead_table),
-        Page(ROOT / "docs" / "benchmarks.md", "gpu", measured_gpu if measured_gpu.exists() else None, gpu_table),
+        Page(ROOT / "docs" / "gpu.md", "gpu", RESULTS / "gpu.jsonl", gpu_table),
+        Page(ROOT / "docs" / "gpu.md", "gpu fit", RESULTS / "gpu_loops.jsonl", fit_table),
+        Page(ROOT / "docs" / "gpu.md", "gpu compiled", RESULTS / "gpu_loops.jsonl", compiled_gpu_table),
         Page(ROOT / "docs" / "benchmarks.md", "host time", RESULTS / "host_time.jsonl", host_time_table),
         Page(HOW_TO / "will-it-fit.md", "answers", RESULTS / "advice.jsonl", answers_origin),
         *(
@@ -235,34 +238,6 @@ def tables(lines: list[dict]) -> str:
     """One table per case, its methods in the order run, both malloc modes side by side."""
     cases = list(dict.fromkeys(line["case"] for line in lines))
     return "\n\n".join([*(case_table([x for x in lines if x["case"] == case]) for case in cases), footnote(lines)])
-
-
-SUMMARY = {
-    "none": "plain",
-    "SAC mm+sdpa": "PyTorch's selective checkpointing",
-    "lowtide 0.50": "**lowtide**, half the activations",
-    "transformers full": "checkpoint every layer",
-    "lowtide at full's peak": "**lowtide**, as small as that",
-}
-
-
-def summary_table(lines: list[dict]) -> str:
-    """README's table: five methods on the decoder with the larger vocabulary."""
-    by = {line["method"]: line for line in lines if line["case"] == lines[0]["case"] and line["malloc"] == "fixed"}
-    plain = by["none"]
-    rows = ["| method | activation memory | step time |", "|---|---:|---:|"]
-    for method, name in SUMMARY.items():
-        time = f"{plain['time_ms'] / 1000:.1f} s" if method == "none" else spread(by[method])
-        rows.append(f"| {name} | {by[method]['activation_bytes'] / MIB:.0f} MiB | {time} |")
-    rows += [
-        "",
-        f"Llama architecture, {plain['layers']} layers of {plain['hidden']}, batch "
-        f"{' x '.join(map(str, plain['batch']))}, {plain['dtype']}, one CPU thread; medians of {plain['rounds']} "
-        "interleaved rounds ± half the quartile range ([all methods](docs/benchmarks.md)). Run on no GPU "
-        "yet; predictions beside [what others measured on GPUs](docs/published.md). `make gpu` takes eight minutes, "
-        "please post its file.",
-    ]
-    return "\n".join(rows)
 
 
 def spread(line: dict) -> str:

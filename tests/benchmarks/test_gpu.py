@@ -8,7 +8,7 @@ from pathlib import Path
 import gpu
 import pytest
 import torch
-from gpu_table import COLUMNS, NOBODY, gpu_table
+from gpu_table import COLUMNS, gpu_table
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
@@ -71,10 +71,6 @@ def test_without_the_device_it_says_so(arguments, message, monkeypatch, capsys):
         pytest.skip("there is one")
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
     assert (gpu.main(), capsys.readouterr().err.strip()) == (2, message)
-
-
-def test_the_page_says_that_nobody_has_measured_until_there_are_results():
-    assert gpu_table([]) == NOBODY
 
 
 def test_what_differs_or_does_not_run_is_told_in_the_table():
