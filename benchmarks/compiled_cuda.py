@@ -207,7 +207,7 @@ def _price_by_roofline() -> None:
     from lowtide.compiled import op_rates, proof, step_plan
     from lowtide.compiled.layer_calls import AGAIN
 
-    def extern_ms(node, device) -> float:
+    def extern_ms(node, device, sizes) -> float:
         count = flop_registry.get(getattr(node.target, "overloadpacket", None))
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         moved = [t for t in [*args, node.meta.get("val")] if isinstance(t, torch.Tensor)]
