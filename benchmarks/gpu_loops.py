@@ -162,7 +162,8 @@ def compiled(tiny: bool) -> Iterator[dict]:
         torch._dynamo.reset()
         model = _llama(layers, width, words)
         for layer in model.model.layers:
-            layer.forward = layer.forward if wrap is None else partial(wrap, layer.forward)
+            if wrap is not None:
+                layer.forward = partial(wrap, layer.forward)
             layer.compile(fullgraph=True, dynamic=False)
         with config.patch(activation_memory_budget=memory_budget):
             line, bits = _measured(model, model, ids)

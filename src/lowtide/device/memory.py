@@ -167,7 +167,7 @@ def counted_peak(device: str | torch.device) -> Iterator[PeakCounter | None]:
     finally:
         with _lock:
             _note_peak(index)
-            counter.left = torch.accelerator.memory_allocated(index) - before
+            counter.left = _now_bytes(index) - before
             if counter.asked_peak and counter.peak > _SMALL_PIECE_BYTES:
                 asked = (_statistic(index, "requested_bytes.all.current") or 0) - (counter.asked_start or 0)
                 workspace = max(0, counter.asked_peak - max(0, asked))
@@ -180,7 +180,7 @@ def counted_peak(device: str | torch.device) -> Iterator[PeakCounter | None]:
 def _note_peak(index: int) -> None:
     """Before the statistic is forgotten: what it is for those who count. Called with the lock held."""
     if counters := _counting.get(index):
-        peak = torch.accelerator.max_memory_allocated(index)
+        peak = _peak_bytes(index)
         asked = _statistic(index, "requested_bytes.all.peak")  # None or 0: it does not tell
         for counter in counters:
             counter.peak = max(counter.peak, peak - counter.start)
@@ -213,7 +213,7 @@ class PeakWindow:
 
     def note(self) -> None:
         """Read the statistic."""
-        peak = torch.accelerator.max_memory_allocated(self.index)
+        peak = _peak_bytes(self.index)
         if peak != self._before:
             self._peak = max(self._peak or 0, peak)
 
@@ -257,7 +257,7 @@ def _forget_peak(index: int) -> None:
         for window in _windows:
             if window.index == index:
                 window.note()
-        _forgotten[index] = max(_forgotten.get(index, 0), torch.accelerator.max_memory_allocated(index))
+        _forgotten[index] = max(_forgotten.get(index, 0), _peak_bytes(index))
         torch.accelerator.reset_peak_memory_stats(index)
         for window in _windows:
             if window.index == index:
@@ -278,7 +278,7 @@ def give_back_peak(device: str | torch.device) -> None:
         for window in inside:
             window.note()
         _lift_peak(index, torch.device(torch.device(device).type, index), peak)
-        lifted = torch.accelerator.max_memory_allocated(index)
+        lifted = _peak_bytes(index)
         for window in inside:
             window.restart(lifted)
         if lifted >= peak:
@@ -290,7 +290,7 @@ def give_back_peak(device: str | torch.device) -> None:
 def _look_for_reset(index: int) -> None:
     """A statistic that is lower than it was when it could not be raised has been reset by the user: that holds."""
     low = _low.pop(index, None)
-    if low is not None and torch.accelerator.max_memory_allocated(index) < low:
+    if low is not None and _peak_bytes(index) < low:
         del _forgotten[index]
 
 
@@ -301,8 +301,8 @@ def peak_not_given_back(device: str | torch.device) -> int | None:
 
 def _lift_peak(index: int, device: torch.device, peak: int) -> None:
     """Allocate for a moment, until ``peak`` bytes are."""
-    missing = peak - torch.accelerator.memory_allocated(index)
-    if peak <= torch.accelerator.max_memory_allocated(index) or missing <= 0:
+    missing = peak - _now_bytes(index)
+    if peak <= _peak_bytes(index) or missing <= 0:
         return
     pieces: list[torch.Tensor] = []
     size = max(_PIECE_BYTES, missing >> 8)
@@ -312,10 +312,10 @@ def _lift_peak(index: int, device: torch.device, peak: int) -> None:
                 size = size >> 1
                 continue
             piece = size if size >= _PIECE_BYTES else min(_SMALL_PIECE_BYTES, missing)
-            reserved = torch.accelerator.memory_reserved(index)
+            reserved = _held_bytes(index)
             pieces.append(_empty(piece, device))
-            missing = peak - torch.accelerator.memory_allocated(index)
-            is_used_up = torch.accelerator.memory_reserved(index) > reserved or len(pieces) >= _MOST_PIECES
+            missing = peak - _now_bytes(index)
+            is_used_up = _held_bytes(index) > reserved or len(pieces) >= _MOST_PIECES
             if is_used_up and size < _PIECE_BYTES:
                 return
             size = size >> 1 if is_used_up else size
@@ -324,6 +324,21 @@ def _lift_peak(index: int, device: torch.device, peak: int) -> None:
 def _empty(size: int, device: torch.device) -> torch.Tensor:
     with torch._C._DisableTorchDispatch():  # no op of whoever watches this thread
         return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _peak_bytes(index: int) -> int:
+    """``torch.accelerator.max_memory_allocated``."""
+    return _statistic(index, "allocated_bytes.all.peak") or 0
+
+
+def _now_bytes(index: int) -> int:
+    """``torch.accelerator.memory_allocated``."""
+    return _statistic(index, "allocated_bytes.all.current") or 0
+
+
+def _held_bytes(index: int) -> int:
+    """``torch.accelerator.memory_reserved``."""
+    return _statistic(index, "reserved_bytes.all.current") or 0
 
 
 def _statistic(index: int, name: str) -> int | None:
