@@ -124,7 +124,7 @@ class Status:
 
     def __str__(self) -> str:
         opaque = f"{self.opaque_calls[:1].upper()}{self.opaque_calls[1:]}"
-        return " ".join([self.headline, *(f"{line}." for line in (opaque, *self.reasons) if line)])
+        return " ".join([self.headline, *(f"{line.removesuffix('.')}." for line in (opaque, *self.reasons) if line)])
 
     @property
     def headline(self) -> str:
