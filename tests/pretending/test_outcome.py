@@ -37,8 +37,11 @@ OUT = {"step": 2, "line": "model.py:187", "script_line": "train.py:12", "asked_b
 def of(settings=None, capacity=80 * GIB, code=0, **changes):
     settings = settings or PretendSettings()
     last_words, because = changes.pop("last_words", ""), changes.pop("ended_because", "")
-    run = CommandRun(("python", "train.py"), {**SEEN, **changes}, code, 7.0, last_words, because, GIB)
-    return outcome(run, settings, ENVIRONMENT, capacity)
+    environment = replace(ENVIRONMENT, torch=changes.pop("torch", ENVIRONMENT.torch))
+    facts, record = changes.pop("step_record", (None, None))
+    seen = {**SEEN, **changes} | ({"step_record": facts} if facts else {})
+    run = CommandRun(("python", "train.py"), seen, code, 7.0, last_words, because, GIB, record)
+    return outcome(run, settings, environment, capacity)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,24 @@ def test_a_gpu_that_is_there_is_said_not_to_be_used(monkeypatch, tmp_path):
     assert said in of().assumptions
     monkeypatch.setattr("lowtide.pretending.outcome._GPU", tmp_path / "none")
     assert said not in of().assumptions
+
+
+def test_attention_that_a_real_gpu_gives_to_cudnn_is_said():
+    said = "Attention ran as FlashAttention; a real one takes cuDNN's, whose workspaces differ by some MiB."
+
+    assert said in of().assumptions and said in of(PretendSettings(device="h200")).assumptions
+    assert said not in of(PretendSettings(device="a100")).assumptions
+    assert said not in of(torch="2.9.1").assumptions
+
+
+@pytest.mark.parametrize("op", ["aten._scaled_dot_product_flash_attention.default", "aten.mm.default"])
+def test_a_step_without_attention_says_nothing_of_it(op):
+    four = {"t": [1, 2, 64, 64], "stride": [8192, 4096, 64, 1], "dtype": "bfloat16", "device": "cuda"}
+    signature = {"op": op, "args": [four, four, four], "kwargs": {}}
+    record = {"entries": [], "signatures": [signature], "graphs": {}, "took_ns": 1000}
+    found = of(step_record=({"host_ns": [1000], "tf32": False}, record)).assumptions
+
+    assert any("FlashAttention" in line for line in found) == ("attention" in op)
 
 
 def test_the_report_says_where_the_script_was_at_the_peak():

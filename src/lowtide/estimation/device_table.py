@@ -54,6 +54,10 @@ class Device:
         cold_us: Measured: added to a view where data has taken the caches from the code.
         error_fraction: How far a predicted step may be off: measured where it was, else assumed.
         multiprocessors: What a CUDA device divides the work of a kernel among; 0 where nobody needs it.
+        shares: Measured on this device, by class of op, with its variant or dtype or without: points of (microseconds
+            at the data sheet's rate, share of that rate that is reached). Where a class has none: ``roofline``'s.
+        elements_per_s: Measured: what elementwise ops reach that are bound by finding their numbers, not by bandwidth;
+            by ``Work.access``.
     """
 
     name: str
@@ -78,6 +82,8 @@ class Device:
     peer_link_bytes_per_s: float = 0.0
     multiprocessors: int = 0
     eager_context_bytes: int = 0
+    shares: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    elements_per_s: Mapping[str, float] = field(default_factory=dict)
 
     def context_bytes_of(self, cuda_version: str | None) -> int:
         """What a context takes under CUDA ``cuda_version`` (``"11.2"``); None: one that loads kernels when called."""
@@ -154,6 +160,8 @@ def _read(body: Mapping[str, Any]) -> Device:
         sources["multiprocessors"] = multiprocessors["source"]
     eager = body.get("eager_context_bytes", {"value": 0, "source": "not known"})
     sources["eager_context_bytes"] = eager["source"]
+    measured = {name: body.get(name, {"value": {}}) for name in ("shares", "elements_per_s")}
+    sources |= {name: fact["source"] for name, fact in measured.items() if "source" in fact}
     return Device(
         **{name: body[name] for name in ("name", "title", "kind", "compute_capability", "note")},
         **{name: body[name]["value"] for name in _AMOUNTS},
@@ -167,6 +175,8 @@ def _read(body: Mapping[str, Any]) -> Device:
         peer_link_bytes_per_s=peer["value"],
         multiprocessors=multiprocessors["value"],
         eager_context_bytes=eager["value"],
+        shares={key: tuple((x, y) for x, y in points) for key, points in measured["shares"]["value"].items()},
+        elements_per_s=measured["elements_per_s"]["value"],
     )
 
 

@@ -130,7 +130,8 @@ def compute_s(work: Work, device: Device) -> float:
     # cuDNN may round float32 to tf32, and does by default; matrix products may not.
     dtype = "tf32" if work.kind == "conv" and work.dtype == "float32" and "tf32" in device.matrix_flops else work.dtype
     at_peak_s = work.flops / device.flops_per_s(dtype)
-    shares = _BY_CAPABILITY.get(device.compute_capability or 0.0, {}).get(work.kind, _GPU[work.kind])
+    own = _own_shares(work, device)
+    shares = own or _BY_CAPABILITY.get(device.compute_capability or 0.0, {}).get(work.kind, _GPU[work.kind])
     return at_peak_s / between(shares, at_peak_s * 1e6)
 
 
@@ -142,8 +143,19 @@ def memory_s(work: Work, moved: int, device: Device) -> float:
         keys = () if work.kind in COMPUTE else work.keys
         return 0.0 if work.computes else moved / _measured_rate(device, (*keys, f"elementwise.{work.dtype}"), moved)
     at_peak_s = moved / device.bandwidth_bytes_per_s
-    shares = _MEMORY if work.kind in COMPUTE else _GPU.get(work.kind, _MEMORY)
-    return at_peak_s / between(shares, at_peak_s * 1e6)
+    own = None if work.kind in COMPUTE else _own_shares(work, device)
+    shares = own or (_MEMORY if work.kind in COMPUTE else _GPU.get(work.kind, _MEMORY))
+    took_s = at_peak_s / between(shares, at_peak_s * 1e6)
+    return max(took_s, work.elements / device.elements_per_s.get(work.access, math.inf))
+
+
+def _own_shares(work: Work, device: Device) -> tuple[tuple[float, float], ...] | None:
+    """Those that were measured on this very device, of the closest class."""
+    names = (f"{work.kind}_odd",) if work.is_odd else ()
+    for key in (*names, *work.keys, *((f"{work.kind}_{work.variant}",) if work.variant else ()), work.kind):
+        if points := device.shares.get(key):
+            return points
+    return None
 
 
 def _measured_rate(device: Device, keys: Sequence[str], amount: float) -> float:

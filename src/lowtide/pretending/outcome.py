@@ -20,6 +20,9 @@ from lowtide.units import format_bytes
 _TIGHT = 0.97
 _GPU = Path("/dev/nvidiactl")
 _MOST_STOPS = 10
+# PyTorch's sdp_utils.cpp puts cuDNN's attention before FlashAttention on these, seen with 2.11 on an H200; not in 2.9.
+_CUDNN_ATTENTION = (9.0, 10.0)
+_CUDNN_ATTENTION_SINCE = (2, 11)
 _NETWORK = re.compile(
     r"Name or service not known|Temporary failure in name resolution|couldn't connect to|ConnectionError|"
     r"LocalEntryNotFoundError|OfflineModeIsEnabled|Network is unreachable"
@@ -91,7 +94,7 @@ def outcome(run: CommandRun, settings: PretendSettings, environment: ScriptEnvir
         compile_s=seen.get("compile_seconds", 0.0),
         seconds=run.seconds,
         last_words=run.last_words,
-        assumptions=tuple(_assumptions(settings, environment, seen, run.step_record is not None)),
+        assumptions=tuple(_assumptions(settings, environment, seen, run.step_record)),
         notes=tuple(_notes(run, steps, first, settings.time)),
     )
 
@@ -136,7 +139,7 @@ def _verdict(run: CommandRun, steps: tuple[StepPeak, ...], first: OutOfMemory | 
 
 
 def _assumptions(
-    settings: PretendSettings, environment: ScriptEnvironment, seen: dict[str, Any], run_has_time: bool
+    settings: PretendSettings, environment: ScriptEnvironment, seen: dict[str, Any], record: dict[str, Any] | None
 ) -> list[str]:
     context = format_bytes(settings.facts.context_bytes)
     found = [f"PyTorch {environment.torch}: another version may take up to {VERSIONS_DIFFER:.0%} more or less."]
@@ -158,7 +161,11 @@ def _assumptions(
     elif settings.values == "none":
         found.append("No operator gave values.")
     found.append("cuDNN is off: convolutions run on PyTorch's own kernels, without cuDNN's workspaces.")
-    if run_has_time:
+    version = tuple(int(part) for part in environment.torch.split(".")[:2])
+    is_flash = record is None or any("flash_attention" in told["op"] for told in record["signatures"])
+    if is_flash and settings.facts.compute_capability in _CUDNN_ATTENTION and version >= _CUDNN_ATTENTION_SINCE:
+        found.append("Attention ran as FlashAttention; a real one takes cuDNN's, whose workspaces differ by some MiB.")
+    if record is not None:
         found.append("Time: the host is as fast as this one; no data is waited for, and no other rank is late.")
     if settings.last_step:
         found.append(f"{settings.last_step} optimizer steps ran: fragmentation after thousands is not seen.")
