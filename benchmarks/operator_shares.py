@@ -5,7 +5,7 @@
 
 ``profile.json`` has of each case of ``scripts/gpu_training.py`` the operators of one step as PyTorch's profiler groups
 them by shapes: ``{case: {"ops": [[name, shapes, calls, device us, host us], ...]}}``. ``foreseen_gpu.py`` has recorded
-the same steps without a GPU. Where operators of several layouts have the same shapes, their time is divided as foreseen.
+the same steps without a GPU. Where operators of several layouts have the same shapes, time is divided as foreseen.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def taken(name: str, shapes: Shapes, on_gpu: dict[tuple[str, Shapes], float]) ->
 def of_case(
     record: StepRecord, ops: list[list[Any]], device: Device
 ) -> Iterator[tuple[str, float, float, float, float]]:
-    """Class and microseconds of each operator: measured, at the data sheet's rates, as foreseen without and with shares."""
+    """Each operator's class and microseconds: measured, at the data sheet's rates, foreseen without and with shares."""
     kinds = {work_of(told).kind for told in record.signatures if "op" in told and "name" not in told}
     tables = (
         replace(device, shares=dict.fromkeys(kinds, ((1.0, 1.0),)), elements_per_s={}),
@@ -124,8 +124,9 @@ def main() -> int:
         for name, of in sorted(sums.items(), key=lambda item: -item[1][0])
     ]  # fmt: skip
     for line in lines:
-        print(f"{line['class']:32} {line['measured_ms']:8.1f} ms, share {line['at_peak_ms'] / line['measured_ms']:5.2f}, "
-              f"foreseen {line['before_ms']:8.1f} -> {line['foreseen_ms']:8.1f}")  # fmt: skip
+        share = line["at_peak_ms"] / line["measured_ms"]
+        print(f"{line['class']:32} {line['measured_ms']:8.1f} ms, share {share:5.2f}, foreseen "
+              f" {line['before_ms']:8.1f} -> {line['foreseen_ms']:8.1f}")  # fmt: skip
     RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n")
     return 0
 

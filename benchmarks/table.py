@@ -25,6 +25,7 @@ from advice_text import answer_text, answers_origin
 from changing_steps_table import changes_table, changing_summary, leaves_table
 from compiled_table import compiled_cuda_table, compiled_full_size_table, compiled_table
 from doctor_table import bugs_table, examples_table, zoo_table
+from foreseen_gpu_table import foreseen_table, shares_table
 from foresight_table import (
     claims_table,
     counted_table,
@@ -156,6 +157,8 @@ def main() -> int:
                 ("rows", pretend_time_table.times),
             )
         ),
+        Page(ROOT / "docs" / "pretend-time.md", "foreseen gpu", RESULTS / "foreseen_gpu.json", foreseen_table),
+        Page(ROOT / "docs" / "pretend-time.md", "operator shares", RESULTS / "operator_shares.json", shares_table),
         *(
             Page(HOW_TO / "pretend.md", f"pretend {at}", RESULTS / "pretend_example.json", partial(example_text, at))
             for at in ("h100", "l4")

@@ -11,6 +11,7 @@ from lowtide.estimation.device_table import (
     device_named,
     device_names,
 )
+from lowtide.estimation.op_classes import _WORDS
 
 ASKED = ["v100", "t4", "a10", "l4", "a100-40gb", "a100-80gb", "rtx3090", "rtx4090", "rtx5090", "l40s", "h100", "h200",
          "b200", "mi300x", "gaudi3", "m1-max", "cpu"]  # fmt: skip
@@ -41,6 +42,27 @@ def test_every_number_has_a_source_beside_it(path):
     assert len(found) >= 8
     for fact in found:
         assert fact["source"].startswith("https://") or len(fact["source"]) > len("assumed: because")
+
+
+@pytest.mark.parametrize("path", sorted(_FOLDER.glob("*.json")), ids=lambda p: p.stem)
+def test_shares_that_were_measured_are_shares_of_known_classes_at_sizes_that_grow(path):
+    device = device_named(path.stem)
+    kinds = {name for name, _ in _WORDS}
+
+    for key, points in device.shares.items():
+        assert key.split(".")[0].split("_")[0] in kinds
+        assert [us for us, _ in points] == sorted({us for us, _ in points})
+        assert all(0 < share <= 1 for _, share in points)
+    assert set(device.elements_per_s) in (set(), {"strided", "cast"})
+    assert bool(device.shares) == ("shares" in device.sources)
+
+
+def test_an_h200_is_what_one_said_of_itself():
+    """PyTorch's total, and what was in use once the context and a kernel were there."""
+    device, free_before, free_after, block = device_named("h200"), 149_557_477_376, 149_458_911_232, 2 << 20
+
+    assert device.usable_bytes == 150_109_880_320
+    assert device.context_bytes == device.usable_bytes - free_before + (free_before - free_after - block)
 
 
 def test_known_published_numbers():

@@ -4,7 +4,8 @@
 
 An op takes as long as its arithmetic or its bytes, whichever is longer, and never less than a launch. Differs: neither
 peak is reached by small ops, so each is multiplied by an efficiency that grows with the size. For devices of the table
-they are those of published measurements (``_GPU``, ``_BY_CAPABILITY``); ``docs/published.md`` compares whole steps. For
+they are those of published measurements (``_GPU``, ``_BY_CAPABILITY``); ``docs/published.md`` compares whole steps.
+Where operators were measured on the very device, those come first (``Device.shares``, ``Device.elements_per_s``). For
 the device ``here`` they were measured by ``lowtide calibrate``.
 
 Known weaknesses: cuDNN's choice of a convolution, wave quantisation, power limits and caches are not modelled.
