@@ -42,11 +42,21 @@ def shares_table(lines: list[dict]) -> str:
     """A row per class: the share of the data sheet's rate that it reached, and what the table said and says."""
     rows = ["| class | took, ms | share reached | foreseen before, ms | after |", "|---|---:|---:|---:|---:|"]
     for line in lines:
-        if line["measured_ms"] >= _FEWEST_MS:
+        if "class" in line and line["measured_ms"] >= _FEWEST_MS:
             share = line["at_peak_ms"] / line["measured_ms"]
             told = f"{line['before_ms']:.1f} | {line['foreseen_ms']:.1f}"
             rows.append(f"| {line['class']} | {line['measured_ms']:.1f} | {share:.2f} | {told} |")
-    return "\n".join(rows)
+    held_out = [line for line in lines if "held_out" in line]
+    told = "; ".join(
+        f"{line['held_out']} {_error(line['told_ms'], line['measured_ms'])} "
+        f"({_error(line['before_ms'], line['measured_ms'])})"
+        for line in held_out
+    )
+    return "\n".join([
+        *rows, "",
+        f"Each case's kernels with every class as much faster or slower than before as it was in the other "
+        f"{len(held_out) - 1} cases, and in parentheses as before: {told}.",
+    ])  # fmt: skip
 
 
 def _off(count: int) -> str:

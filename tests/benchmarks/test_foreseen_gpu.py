@@ -12,7 +12,8 @@ from lowtide.estimation.device_table import device_named
 from lowtide.pretending.step_record import Entry, StepRecord
 
 LINES = json.loads(foreseen_gpu.RESULTS.read_text())
-SHARES = json.loads(operator_shares.RESULTS.read_text())
+ALL_SHARES = json.loads(operator_shares.RESULTS.read_text())
+SHARES = [line for line in ALL_SHARES if "class" in line]
 WEIGHT = {"t": [1024, 1024], "stride": [1024, 1], "dtype": "bfloat16", "device": "cuda"}
 GPU = {"case": "gpt2 medium", "device": "NVIDIA H200", "step_ms": 2.0, "peak_allocated_bytes": 512,
        "peak_reserved_bytes": 2 << 20, "torch": "2.11.0"}  # fmt: skip
@@ -66,7 +67,16 @@ def test_what_the_table_of_devices_says_now_is_nearer_than_what_it_said():
 
     assert now < 0.1 * before
     assert all(0 < line["at_peak_ms"] < 1.1 * line["measured_ms"] for line in SHARES if line["measured_ms"] > 1)
-    assert shares_table(SHARES).count("\n") > 20
+    assert all(f"{line['held_out']} " in shares_table(ALL_SHARES) for line in ALL_SHARES if "held_out" in line)
+
+
+def test_a_case_that_is_held_out_is_told_by_the_others_alone():
+    by_case = {"a": {"norm": [10.0, 1.0, 5.0, 9.0], "pool": [3.0, 1.0, 2.0, 2.0]}, "b": {"norm": [8.0, 1.0, 2.0, 9.0]}}
+
+    a, b = operator_shares.held_out(by_case)
+
+    assert (a["measured_ms"], a["before_ms"], a["told_ms"]) == (0.013, 0.007, (5 * 8 / 2 + 2) / 1e3)
+    assert b["told_ms"] == 2 * 10 / 5 / 1e3
 
 
 def test_time_of_operators_with_the_same_shapes_is_divided_as_foreseen():

@@ -34,8 +34,8 @@ class Work:
             ``nt``, ``tn``, ``tt``, ``batched``; "" for neither), grouped convolutions, what belongs to backward, ops on
             lists of tensors (``foreach``) and whole optimizers (``fused``).
         problems: Independent ones in the call: heads of attention, matrices of a batch. The rate depends on one's size.
-        is_odd: A matrix product in 16 bits with rows of an odd length, a vocabulary of 50,257 for one: cuBLAS has
-            kernels for them that load one number at a time.
+        is_odd: A matrix product in 16 bits with rows of an odd length, a vocabulary of 50,257 for one: kernels for
+            them load one number at a time.
         access: Of an elementwise op that cannot go through its tensors as they lie in memory: ``strided`` (broadcast,
             transposed, with gaps, or of several dtypes), ``cast`` (a copy to another dtype, else as it lies); else "".
         elements: That such an op writes; 0 where ``access`` is "".
