@@ -78,6 +78,7 @@ def laid(*sizes, order=None, dtype="bfloat16", gap=1):
         ("aten.copy_.default", (laid(64, 32), laid(64, 32, dtype="float32")), "cast"),
         ("aten.copy_.default", (laid(64, 32), laid(64, 32)), ""),
         ("aten.native_dropout_backward.default", (laid(64, 32), laid(64, 32, dtype="bool")), ""),
+        ("aten.native_layer_norm.default", (laid(64, 32), {"l": [32]}, laid(32), laid(32), 1e-5), ""),
         ("aten._foreach_add_.List", ({"l": [laid(64, 32), laid(8)]}, {"l": [laid(64, 32), laid(8)]}), ""),
         ("aten.cat.default", ({"l": [laid(64, 16), laid(64, 32, gap=2)]},), "strided"),
         ("aten.cat.default", ({"l": [laid(64, 16), laid(64, 32)]},), ""),

@@ -183,7 +183,7 @@ def _access(kind: str, name: str, tensors: list[dict[str, Any]]) -> tuple[str, i
         return ("strided", sum(counts)) if any(_order(t) is None for t in many) else ("", 0)
     orders = {_order(t) for t in many}
     dtypes = {t["dtype"] for t in many if kind == "copy" or "float" in t["dtype"]}
-    if None in orders or len(orders) > 1 or min(counts) < max(counts) or (len(dtypes) > 1 and kind != "copy"):
+    if None in orders or len(orders) > 1 or (len(dtypes) > 1 and kind != "copy"):
         return "strided", max(counts)
     return ("cast", max(counts)) if len(dtypes) > 1 else ("", 0)
 
