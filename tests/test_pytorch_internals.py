@@ -17,6 +17,7 @@ from lowtide import pytorch_internals
 from lowtide.pytorch_internals import CHECKED, COMPILED, DIAGNOSIS, FEATURES, FORECASTS, NOT_IN_ALL, STEPS
 from lowtide.step import function_calls
 
+TOLD = f"{', '.join(CHECKED[:-1])} and {CHECKED[-1]}"
 SOURCE = Path(lowtide.__file__).parent
 LISTED = {name for feature in FEATURES for name in (*feature.patched, *feature.read)}
 
@@ -134,7 +135,9 @@ def test_this_version_is_one_that_was_checked():
     assert all(pytorch_internals.why_unchecked(feature) == "" for feature in FEATURES)
 
 
-@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.14.1+cu130", "2.15.0a0+git1234", "2.15.0.dev20261126+cpu"])
+@pytest.mark.parametrize(
+    "version", ["2.11.0+cu130", "2.13.0+cpu", "2.14.1+cu130", "2.15.0a0+git1234", "2.15.0.dev20261126+cpu"]
+)
 def test_a_build_of_a_checked_version_is_checked(version, monkeypatch):
     monkeypatch.setattr(pytorch_internals, "VERSION", version)
     assert not pytorch_internals.is_unchecked(STEPS)
@@ -200,7 +203,7 @@ def test_a_fit_under_an_unknown_version_says_one_line_and_saves_what_functions_m
     assert all(map(torch.equal, plain, planned))
     assert not any("Doubles" in name for name in names)
     line = (
-        "PyTorch 2.99.0 was not checked with lowtide.fit (2.13, 2.14 and 2.15 were). What custom autograd Functions "
+        f"PyTorch 2.99.0 was not checked with lowtide.fit ({TOLD} were). What custom autograd Functions "
         "make is saved; all else is planned, and Fit.verify() compares such a step with the plain one bit by bit."
     )
     assert unknown_version() == [f"lowtide: {line}"]
@@ -229,7 +232,7 @@ def test_compile_under_an_unknown_version_says_one_line_and_leaves_the_partition
     assert model.plan is None
     assert unknown_version() == [f"lowtide: {model.reason}"]
     assert model.reason == (
-        "PyTorch 2.99.0 was not checked with lowtide.compile (2.13, 2.14 and 2.15 were). Its layers are compiled as "
+        f"PyTorch 2.99.0 was not checked with lowtide.compile ({TOLD} were). Its layers are compiled as "
         "torch.compile does, without a plan: no budget is kept."
     )
     model.remove()
@@ -240,9 +243,7 @@ def test_diagnose_under_an_unknown_version_says_one_line_and_looks_at_nothing(un
 
     assert (list(found), found.checked) == ([], ())
     assert [f"lowtide: {note}" for note in found.notes] == unknown_version()
-    assert (
-        "PyTorch 2.99.0 was not checked with lowtide.diagnose (2.13, 2.14 and 2.15 were). Nothing is" in found.notes[0]
-    )
+    assert f"PyTorch 2.99.0 was not checked with lowtide.diagnose ({TOLD} were). Nothing is" in found.notes[0]
 
 
 def test_a_step_without_memory_under_an_unknown_version_says_one_line(unknown_version):
@@ -273,10 +274,10 @@ def test_a_part_that_pytorch_lacks_is_named_with_the_versions_that_have_it(name,
     assert done.stderr.splitlines()[-2:] == [
         f"lowtide.errors.UnsupportedPyTorchError: PyTorch {torch.__version__} lacks a part of its own that lowtide "
         f"needs: {error}.",
-        "Install one that has it: 2.13, 2.14 and 2.15 do.",
+        f"Install one that has it: {TOLD} do.",
     ]
 
 
 def test_the_readme_states_the_versions():
     readme = (SOURCE.parents[1] / "README.md").read_text()
-    assert f"tested: {', '.join(CHECKED[:-1])} and {CHECKED[-1]}" in readme
+    assert f"tested: {TOLD}" in readme

@@ -48,9 +48,10 @@ def trained(model: nn.Module, loop: Callable[[nn.Module], Any], *, fitted: bool,
     np.random.seed(3)
     torch.manual_seed(3)
     fit = lowtide.fit(model, X, budget="70%", **options) if fitted else None
+    assert fit is None or fit.plan.counts[RECOMPUTE]
     found = loop(model)
     if fit is not None:
-        assert fit.status().steps and fit.plan.counts[RECOMPUTE]
+        assert fit.status().steps and fit.status().planned_steps
     return found, [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
 
 

@@ -78,6 +78,8 @@ ON_THE_CPU = {
     "tape/offload/test_offloaded_tensor.py::test_a_scratch_directory": _DISK,
     "tape/offload/test_offloaded_tensor.py::test_after_a_step_nothing_of_it_is_left": _DISK,
     "tape/offload/test_training_with_offload.py": _DISK,
+    "tape/test_kernels_that_run_operators.py": "the operator of the test has kernels for the CPU alone",
+    "tape/test_modes_change_no_bits.py::test_without_memory": "the hollow step is that of a CPU, and so is the real one",  # noqa: E501
     "tape/test_opaque_calls_and_memory.py::test_what_a_call_stores_travels_to_disk": _DISK,
     "test_cli.py::test_fit_moves_to_a_scratch_directory": _DISK,
     "test_long_sequences.py::test_logits_never_exist": _CPUS,

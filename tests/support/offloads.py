@@ -20,8 +20,8 @@ FAST = Link(store_bytes_per_s=1e12, fetch_bytes_per_s=1e12)
 
 
 def movable(graph: StepGraph) -> list[int]:
-    """Stored storages that may be offloaded."""
-    return [s for s in sorted(graph.stored) if not graph.storages[s].fixed]
+    """Stored storages that may be offloaded. What is on the host already (numbers of attention) has no bytes."""
+    return [s for s in sorted(graph.stored) if not graph.storages[s].fixed and graph.storages[s].bytes]
 
 
 def moving(

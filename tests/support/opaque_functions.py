@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.unseen_memory import address_of, memory_of
+from support.unseen_memory import CopyOfMemory, address_of, is_within_reach, memory_of
 from torch import nn
 from torch.autograd import Function
 
@@ -101,13 +101,20 @@ def _kernels() -> ctypes.CDLL:
 def launch(kernel: str, *args: Any) -> None:
     """Run a kernel on the memory of tensors, as no dispatcher sees it."""
 
+    copies: list[CopyOfMemory] = []
+
     def given(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
             assert a.is_contiguous()
-            return ctypes.c_void_p(address_of(a))
+            if is_within_reach(a):
+                return ctypes.c_void_p(address_of(a))
+            copies.append(CopyOfMemory(a.device, a.data_ptr(), a.nbytes))
+            return copies[-1].bytes
         return ctypes.c_float(a) if isinstance(a, float) else ctypes.c_long(a)
 
     getattr(_kernels(), kernel)(*map(given, args))
+    for copy in copies:
+        copy.put_back()
 
 
 class RMSNorm(Function):
@@ -177,10 +184,11 @@ class Attention(Function):
         out, lse = torch.empty_like(q), torch.empty(q.shape[:-1])
         length, scale = q.shape[2], 1 / math.sqrt(q.shape[3])
         for q_, k_, v_, o_, l_ in _by_head(q, k, v, out, lse):
-            p = q_ @ k_.T
-            pointers = (ctypes.c_void_p(a.ctypes.data) for a in (p, l_))
+            p, sums = q_ @ k_.T, np.empty(length, np.float32)
+            pointers = (ctypes.c_void_p(a.ctypes.data) for a in (p, sums))
             _kernels().softmax(*pointers, ctypes.c_long(length), ctypes.c_long(length), ctypes.c_float(scale))
-            np.matmul(p, v_, out=o_)
+            l_[...] = sums
+            o_[...] = p @ v_
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale = scale
         return out
@@ -193,10 +201,10 @@ class Attention(Function):
         mask = np.tri(q.shape[2], dtype=np.float32)
         for q_, k_, v_, o_, g_, l_, gq_, gk_, gv_ in _by_head(q, k, v, out, g, lse, gq, gk, gv):
             p = np.exp(np.minimum(q_ @ k_.T * np.float32(ctx.scale) - l_[:, None], 0)) * mask
-            np.matmul(p.T, g_, out=gv_)
+            gv_[...] = p.T @ g_
             s = p * (g_ @ v_.T - (g_ * o_).sum(-1, keepdims=True)) * np.float32(ctx.scale)
-            np.matmul(s, k_, out=gq_)
-            np.matmul(s.T, q_, out=gk_)
+            gq_[...] = s @ k_
+            gk_[...] = s.T @ q_
         return gq, gk, gv
 
 

@@ -6,13 +6,12 @@ to each other, in-place writes over what autograd stores included, is nobody's p
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from support.unseen_memory import address_of, finish_work
+from support.unseen_memory import finish_work, memory_at
 from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -82,10 +81,9 @@ class RawPointer(Function):
     def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
         source = a.detach().contiguous().float()
         made = torch.empty_like(source)
-        ctypes.memmove(address_of(made), address_of(source), source.numel() * 4)
-        view = (ctypes.c_float * source.numel()).from_address(address_of(made))
-        for i in range(0, source.numel(), 3):
-            view[i] = view[i] * 2 + 1
+        memory = memory_at(made).reshape(-1)
+        memory[...] = memory_at(source).reshape(-1)
+        memory[::3] = memory[::3] * 2 + 1
         ctx.save_for_backward(made)
         return made.clone()
 
@@ -97,8 +95,7 @@ class RawPointer(Function):
 
 def _raw_write(m: Machine, t: list[torch.Tensor]) -> torch.Tensor:
     made = t[0].detach().contiguous() * 1.5
-    view = (ctypes.c_float * made.numel()).from_address(address_of(made))
-    view[0] = 3.25
+    memory_at(made).reshape(-1)[0] = 3.25
     return t[0] * made
 
 

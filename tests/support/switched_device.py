@@ -26,6 +26,7 @@ from lowtide.measurement import allocator
 from lowtide.recording import finished_graph, step_recording
 from lowtide.training import budget, step_peak
 
+_NODES_BEFORE = 10_000
 _STARTED_WORK = "started work on the accelerator"
 
 
@@ -56,6 +57,11 @@ def switch_to(name: str) -> ModuleType:
     # Fits that name no tier have none, as on a CPU: their tests count what is recomputed. tests/accelerator offloads.
     api.usable = lambda device, policy: {} if policy.is_automatic else _usable(device, policy)
     torch.set_default_device(name)
+    # As after some steps of training. In a process's first ones the thread that runs backward on a device numbers its
+    # nodes like the one that runs forward, which no plan follows.
+    number = torch.ones((), device="cpu", requires_grad=True)
+    for _ in range(_NODES_BEFORE):
+        number * 1
     for measure in _MEASURE:  # tests that name no device mean the default
         measure.__defaults__ = tuple(name if default == "cpu" else default for default in measure.__defaults__ or ())
     return device

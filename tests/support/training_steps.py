@@ -125,10 +125,11 @@ def replays() -> Iterator[list[Recipe]]:
 
 def is_clean(model: nn.Module) -> bool:
     """Whether no mode, hook, watcher or attached call is left."""
-    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    modes -= torch.utils._device.CURRENT_DEVICE is not None  # a default device is a mode, too
+    of_functions = torch.overrides._get_current_function_mode_stack()
     return (
-        modes == 0
+        torch._C._len_torch_dispatch_stack() == 0
+        # A default device is a mode, too.
+        and all(isinstance(mode, torch.utils._device.DeviceContext) for mode in of_functions)
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and torch._C._autograd._saved_tensors_hooks_is_enabled()
         and module_calls.thread_state.observer is None

@@ -40,6 +40,16 @@ def resident_bytes(model):
     return bytes_of(model.parameters())
 
 
+def adamw_bytes(parameters):
+    """What AdamW's state takes: two moments of each, and a counter where PyTorch makes it on the default device."""
+    parameters, probe = list(parameters), nn.Parameter(torch.zeros(1))
+    probe.grad = torch.zeros(1)
+    optimizer = torch.optim.AdamW([probe])
+    optimizer.step()
+    counter = optimizer.state[probe]["step"]
+    return 2 * bytes_of(parameters) + (0 if counter.is_cpu else bytes_of([counter] * len(parameters)))
+
+
 def activation_bytes(model, x):
     copied = copy.deepcopy(model)
     copied(x).square().mean().backward()

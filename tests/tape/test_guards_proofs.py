@@ -193,14 +193,14 @@ def test_a_number_that_counts_up_is_proven_in_each_step_and_told(monkeypatch):
     model.steps = 0
     monkeypatch.setattr(rehearsal, "solve", lambda graph, costs, budget, **options: drop_everything(graph))
     bare, fit = copy.deepcopy(model), lowtide.fit(model, x, budget="100%")
-    bare.steps = model.steps
+    program, bare.steps = program_of(fit.plan), model.steps
     for _ in range(3 * MOST_VALUES):
         TakesStep.runs.clear()
         found = [step(net, x) for net in (bare, model)]
         assert differing(*found) == []
         assert len(TakesStep.runs) == 1 + 3  # plain; forward, proof and replay
 
-    (op,) = [op for op in program_of(fit.plan).ops if op.name.startswith("function.")]
+    (op,) = [op for op in program.ops if op.name.startswith("function.")]
     ((_, verdicts),) = op.calls._verdicts.items()
     assert len(verdicts) == MOST_VALUES
     assert [reason for reason in fit.status().reasons if reason.startswith(op.name) and ANEW in reason]

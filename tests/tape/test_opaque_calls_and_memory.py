@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from support.function_cases import Scales, between
 from support.offloads import flip_a_bit, movable, moving
 from support.training_steps import differing, harshest, is_clean, outcome, plain, planned
-from support.unseen_memory import address_of
+from support.unseen_memory import memory_at
 from torch.autograd import Function
 
 import lowtide
@@ -54,20 +53,14 @@ def test_what_a_call_stores_travels_to_disk_and_back(monkeypatch):
 # -- freed by backward -------------------------------------------------------------------------------------------------
 
 
-def at(tensor: torch.Tensor) -> np.ndarray:
-    """Its memory by address: what NumPy has been given can no longer be resized."""
-    memory = (ctypes.c_float * tensor.numel()).from_address(address_of(tensor))
-    return np.ndarray(tuple(tensor.shape), np.float32, memory)
-
-
 class Frees(Function):
     """Its backward frees the sine that it stored, as kernels do that are short of memory."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         sine, made = torch.empty(x.shape), torch.empty(x.shape)
-        at(sine)[:] = np.sin(at(x))
-        at(made)[:] = at(x) * at(sine)
+        memory_at(sine)[:] = np.sin(memory_at(x))
+        memory_at(made)[:] = memory_at(x) * memory_at(sine)
         ctx.save_for_backward(x, sine)
         return made
 

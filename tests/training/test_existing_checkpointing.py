@@ -106,7 +106,13 @@ def test_kept_it_stays_on_and_is_told(llama, batch):
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 def test_checkpointing_by_the_models_own_code_is_told_with_what_it_costs(reentrant, monkeypatch):
-    monkeypatch.setattr(step_recording, "costs_of", lambda graph, _: Costs(op_ms=(1.0,) * len(graph.ops)))
+    graphs = []
+
+    def a_millisecond_each(graph, _):
+        graphs.append(graph)
+        return Costs(op_ms=(1.0,) * len(graph.ops))
+
+    monkeypatch.setattr(step_recording, "costs_of", a_millisecond_each)
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -123,12 +129,14 @@ def test_checkpointing_by_the_models_own_code_is_told_with_what_it_costs(reentra
     model, x = Checkpointed(), torch.randn(128, 64)
     plain = copy.deepcopy(model)
     with lowtide.fit(model, budget="95%") as fit:
-        model(x).square().mean().backward()
-        plain(x).square().mean().backward()
+        for _ in range(2):  # on an accelerator's first step in a process autograd may run nodes in another order
+            model(x).square().mean().backward()
+            plain(x).square().mean().backward()
+            fit.wait()
         told = next(r for r in fit.status().reasons if "is checkpointed without a switch" in r)
     assert told.startswith("layers.")
-    share = int(told.partition("again took ")[2].partition("%")[0])
-    assert 10 <= share <= 50  # of ops, which take a millisecond each here: three layers' forward
+    again = 3 * len(["t", "addmm", "tanh"])  # of each layer
+    assert f"again took {again / len(graphs[0].ops):.0%} " in told
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 

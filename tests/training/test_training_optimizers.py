@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.watched_training import Layered, batch_of, bytes_of, resident_bytes
+from support.watched_training import Layered, adamw_bytes, batch_of, bytes_of, resident_bytes
 from torch import nn
 
 import lowtide
@@ -57,7 +57,7 @@ def test_state_of_an_optimizer_that_nobody_passed_is_part_of_the_plan(monkeypatc
             return [p + resident_bytes(model) + batch_of().nbytes for p in peaks], fit.graph.resident["optimizer"]
 
     peaks, state = fitted()
-    assert state == 2 * resident_bytes(model)
+    assert state == adamw_bytes(model.parameters())
     assert max(peaks[2:]) <= budget
     monkeypatch.setattr(TrainingOptimizers, "_note", lambda self, optimizer: None)
     peaks, state = fitted()
@@ -101,7 +101,7 @@ def test_what_fit_was_given_stays_and_others_join_it():
     both = known.all()
     assert isinstance(both, OptimizerGroup) and both.optimizers == (given, other)
     state = existing_state_bytes(both)
-    assert state == bytes_of(parameters[:2]) + 2 * bytes_of(parameters[2:])
+    assert state == bytes_of(parameters[:2]) + adamw_bytes(parameters[2:])
 
 
 def test_a_name_holds_until_an_optimizer_has_stepped():
@@ -125,7 +125,7 @@ def test_several_are_foreseen_as_one_after_the_other(kind):
     foreseen, step = optimizer_bytes(kind(several), parameters)
     for optimizer in several:
         optimizer.step()
-    assert foreseen == existing_state_bytes(kind(several)) == 2 * resident_bytes(model)
+    assert foreseen == existing_state_bytes(kind(several)) == adamw_bytes(parameters)
     assert step == max(optimizer_bytes(optimizer, [p])[1] for optimizer, p in zip(several, parameters))
 
 
@@ -173,7 +173,7 @@ def test_a_percentage_grows_by_state_that_nobody_foresaw(monkeypatch):
     budget, planned = budget_and_planned()
     monkeypatch.setattr(StepBudget, "follow_state", lambda self: 0)
     without, _ = budget_and_planned()
-    assert budget - without == 2 * resident_bytes(Layered()) and planned == 4
+    assert budget - without == adamw_bytes(Layered().parameters()) and planned == 4
 
 
 def test_the_first_plan_knows_the_state_of_the_optimizer_that_stepped_meanwhile(monkeypatch):
@@ -186,7 +186,7 @@ def test_the_first_plan_knows_the_state_of_the_optimizer_that_stepped_meanwhile(
             fit.wait()
             return fit.graph.resident["optimizer"]
 
-    assert of_first_plan() == 2 * resident_bytes(Layered())
+    assert of_first_plan() == adamw_bytes(Layered().parameters())
     monkeypatch.setattr(TrainingOptimizers, "are_unknown", False)
     assert of_first_plan() == 0
 

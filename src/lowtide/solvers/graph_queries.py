@@ -57,9 +57,12 @@ def droppable(graph: StepGraph) -> frozenset[int]:
 
 @once_per_graph
 def movable(graph: StepGraph) -> frozenset[int]:
-    """Storages that a plan may move: made in forward, stored, asked for by backward, and written by nobody since."""
+    """Storages that a plan may move: made in forward, stored, asked for by backward, and written by nobody since.
+
+    One of no bytes is none: what an op on an accelerator makes on the host counts as that.
+    """
     free = (graph.storages[s] for s in graph.stored & step_facts(graph).first_use.keys())
-    return frozenset(s.id for s in free if s.kind == "activation" and not s.fixed)
+    return frozenset(s.id for s in free if s.kind == "activation" and not s.fixed and s.bytes)
 
 
 @once_per_graph

@@ -35,6 +35,8 @@ from lowtide.step.module_calls import thread_state
 _ASKS_FOR_MODES = frozenset(
     {"ProdBackward0", "ProdBackward1", "MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
 )
+if torch.__version__ < (2, 13):  # later ones have one formula for all
+    _ASKS_FOR_MODES |= {"CumprodBackward0"}
 
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 

@@ -17,6 +17,7 @@ from lowtide.graph.costs import DISK, HOST, Costs, Link
 from lowtide.graph.step_graph import UNPACK
 from lowtide.plan import DISK_OFFLOAD, Moves
 from lowtide.simulation.simulator import simulate, simulate_actions
+from lowtide.solvers import graph_queries
 from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.dispatch import solve
 from lowtide.solvers.graph_queries import complete_actions, recomputable
@@ -269,3 +270,11 @@ def test_an_offload_that_makes_no_sense_is_refused(options, message):
         solve(graph, costs, "45%", **options)
 
     assert message in str(caught.value)
+
+
+def test_what_takes_no_bytes_on_the_device_is_not_moved():
+    """What an attention's kernel keeps of its random numbers may lie on the host already: no tape finds it to move."""
+    graph = chain(4)
+    x = min(graph_queries.movable(graph))
+    storages = tuple(replace(s, bytes=0) if s.id == x else s for s in graph.storages)
+    assert graph_queries.movable(replace(graph, storages=storages)) == graph_queries.movable(graph) - {x}
