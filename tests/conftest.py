@@ -3,7 +3,7 @@
 import importlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +12,7 @@ import torch
 from accelerator.build import NoCompilerError, cache_directory
 from support import memory_growth, quick, slowest
 from support.garbage import ShortCollections, SmallHeap
+from support.gpu import is_gpus
 from support.quick_planner import QuickPlanner
 from support.switched_device import Switched, switch_to
 from support.training_steps import drop_everything, is_clean
@@ -47,6 +48,28 @@ def one_thread() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert is_clean(nn.Identity())
+
+
+@pytest.fixture
+def repeated() -> Iterator[Callable[[Callable[[], list[torch.Tensor]]], list[torch.Tensor]]]:
+    """Of a plain run the tensors that it gives each time; on a GPU, where many sums add in any order, it runs twice.
+
+    Where they differ, all of the test runs with deterministic kernels from there on. Where that does not help, there is
+    nothing to compare, and the test is skipped.
+    """
+
+    def of(run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        found = run()
+        if not is_gpus(found[0].device) or all(map(torch.equal, found, run())):
+            return found
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        found = run()
+        if not all(map(torch.equal, found, run())):
+            pytest.skip("a plain run does not repeat its own bits on this GPU, with deterministic kernels either")
+        return found
+
+    yield of
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

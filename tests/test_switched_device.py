@@ -36,7 +36,10 @@ def test_left_out(): pass
 def test_each_test_that_is_named_exists():
     """A list that names the folder of before a move does nothing, and says nothing."""
     tests = Path(__file__).parent
-    for start in (*lists.MODEL_ALONE, *lists.LEFT_OUT, *lists.LEFT_OUT_OF_CUDA):
+    for start in (
+        *lists.MODEL_ALONE, *lists.ON_THE_CPU, *lists.LEFT_OUT, *lists.LEFT_OUT_OF_STANDIN, *lists.LEFT_OUT_OF_CUDA,
+        *lists.LEFT_OUT_OF_GPUS,
+    ):  # fmt: skip
         file, _, name = start.partition("::")
         assert (tests / file).exists(), start
         assert not name or name.partition("[")[0] in (tests / file).read_text(), start

@@ -4,10 +4,12 @@ import gc
 
 import pytest
 import torch
+from support.gpu import is_gpus
 
 from lowtide.device import memory
 
 NO_CUDA = "torch has no CUDA here: make test-cuda"
+NEEDS_STANDIN = "needs the stand-in (cuda_standin/README.md), and this is a GPU"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,3 +29,10 @@ def cuda() -> torch.device:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def standin(cuda: torch.device) -> None:
+    """The test sets when streams run, or has a clock count for a device that is not here."""
+    if is_gpus(cuda):
+        pytest.skip(NEEDS_STANDIN)

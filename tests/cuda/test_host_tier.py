@@ -16,6 +16,7 @@ from lowtide.tape.offload import host_tier
 from lowtide.tracing.tracer import run_step
 
 cuda_standin = pytest.importorskip("cuda_standin")  # whose streams can be late
+pytestmark = pytest.mark.usefixtures("standin")
 WHICH = ("side", "default", "all")
 
 

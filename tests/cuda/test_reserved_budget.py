@@ -22,6 +22,7 @@ def test_a_plan_after_other_steps_reserves_what_it_says(cuda, monkeypatch):
         given_back.append(before - torch.cuda.memory_allocated())
 
     monkeypatch.setattr(reserved_memory, "give_back_workspaces", give_back_and_note)
+    give_back(cuda)  # those of streams that other tests used
     gc.collect()
     torch.cuda.empty_cache()
     torch.manual_seed(0)
@@ -46,5 +47,10 @@ def test_a_plan_after_other_steps_reserves_what_it_says(cuda, monkeypatch):
         reserved, foreseen = torch.cuda.max_memory_reserved(), fit.plan.predicted_reserved_peak_bytes
         assert fit.status().planned_steps == 2
 
-    assert given_back == [0 if are_given_back() else 64 * MIB]
+    step()
+    taken = torch.cuda.memory_allocated()
+    give_back(cuda)
+    taken -= torch.cuda.memory_allocated()
+    assert given_back == [0 if are_given_back() else taken]
+    assert taken or are_given_back()
     assert reserved <= min(budget, foreseen + 2 * MIB)

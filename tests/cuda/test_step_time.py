@@ -8,6 +8,7 @@ from lowtide import cli
 from lowtide.pretending.calls import pretend
 from lowtide.pretending.settings import PretendError, PretendSettings
 
+pytestmark = pytest.mark.usefixtures("standin")
 SCRIPT = """
 import sys
 import torch

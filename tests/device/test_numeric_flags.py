@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.gpu import is_gpus
 from torch import nn
 
 import lowtide
@@ -57,8 +58,10 @@ def test_a_step_is_planned_whichever_flags_a_script_has_set(set_flags):
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
     x = torch.randn(256, 64)
     with lowtide.fit(model, budget="60%") as fit:
-        for _ in range(2):
+        for _ in range(3):
             model(x).square().mean().backward()
             fit.wait()
 
-        assert fit.status().planned_steps == 1
+        # On a GPU a library's workspace may come with the flags, which the plan after the first step does not know.
+        least = 1 if is_gpus(x.device) else 2
+        assert fit.status().in_force and fit.status().planned_steps >= least

@@ -165,6 +165,8 @@ print(pending.plan(100).method, pending.source)
 
 def test_a_fork_of_the_script_has_a_planner_of_its_own(tmp_path):
     body = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 says that a fork of several threads may hang
 planner.submit(decoder_request()).plan(100)
 mine = planner._service._child._process.pid
 fork = os.fork()

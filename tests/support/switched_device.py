@@ -1,6 +1,7 @@
 """The whole suite with another default device: what ``pytest --device standin`` does, and what is left out there.
 
-Two devices are known: ``standin``, the tests' own accelerator, and ``cuda``, PyTorch's CUDA build on its stand-in. A
+Two devices are known: ``standin``, the tests' own accelerator, and ``cuda``, PyTorch's CUDA build on its stand-in or on
+a GPU. A
 test that names no device then makes its tensors there, where streams run late. ``not_on_the_accelerator`` has the tests
 that cannot run so, by the beginning of their id, each with its reason, and those that run on the CPU beside the device.
 For those in ``MODEL_ALONE`` the allocator does not tell what else is allocated, steps are counted from their start, and
@@ -17,7 +18,15 @@ import pytest
 import torch
 from accelerator.build import NoCompilerError
 from accelerator.schedules import LATE
-from support.not_on_the_accelerator import LEFT_OUT, LEFT_OUT_OF_CUDA, LEFT_OUT_OF_STANDIN, MODEL_ALONE, ON_THE_CPU
+from support.gpu import is_gpus
+from support.not_on_the_accelerator import (
+    LEFT_OUT,
+    LEFT_OUT_OF_CUDA,
+    LEFT_OUT_OF_GPUS,
+    LEFT_OUT_OF_STANDIN,
+    MODEL_ALONE,
+    ON_THE_CPU,
+)
 
 from lowtide import api
 from lowtide.device import allocation_counter, memory
@@ -85,6 +94,8 @@ def on_the_cpu(name: str) -> Iterator[None]:
 def reason_to_leave_out(node_id: str, device: str) -> str:
     """Why this test cannot run with the default device switched to ``device``; "" if it can."""
     reasons = LEFT_OUT | (LEFT_OUT_OF_CUDA if device == "cuda" else LEFT_OUT_OF_STANDIN)
+    if is_gpus(device):
+        reasons |= LEFT_OUT_OF_GPUS
     return next((reason for start, reason in reasons.items() if node_id.startswith(start)), "")
 
 

@@ -6,17 +6,16 @@ with CUDA's runtime, and whatever is written goes back at once.
 
 import ctypes
 import functools
-import sys
 from typing import Any
 
 import numpy as np
 import torch
+from support.gpu import is_gpus
 
 
 def is_within_reach(tensor: torch.Tensor) -> bool:
     """Whether the host can read and write the tensor's memory where it is."""
-    standin = sys.modules.get("cuda_standin")  # which loads PyTorch where it stands in for a GPU
-    return tensor.device.type != "cuda" or (standin is not None and standin.is_loaded())
+    return not is_gpus(tensor.device)
 
 
 def address_of(tensor: torch.Tensor) -> int:
