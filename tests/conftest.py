@@ -19,6 +19,7 @@ from support.training_steps import drop_everything, is_clean
 from torch import nn
 
 from lowtide.device import allocation_counter
+from lowtide.pytorch_internals import COMPILED, why_unchecked
 from lowtide.training import rehearsal
 
 _numbers = itertools.count()
@@ -70,6 +71,13 @@ def repeated() -> Iterator[Callable[[Callable[[], list[torch.Tensor]]], list[tor
 
     yield of
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def compile_plans() -> None:
+    """``lowtide.compile`` makes plans on this PyTorch."""
+    if why := why_unchecked(COMPILED):
+        pytest.skip(why)
 
 
 @pytest.fixture

@@ -117,6 +117,8 @@ COMPILED = Feature(
         "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals",
     ),
     attributes=("_codegen", "_input_metadata", "_saved_result", "_use_count", "_schema", "_update_version_counter"),
+    # On 2.11 compiled backward holds more than a plan foresees: a step of a small decoder was 2 % over its budget.
+    checked=tuple(version for version in CHECKED if version != "2.11"),
 )  # fmt: skip
 DIAGNOSIS = Feature(
     "lowtide.diagnose",

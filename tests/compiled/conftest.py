@@ -5,6 +5,6 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def compile_anew():
+def compile_anew(compile_plans):
     yield
     torch._dynamo.reset()

@@ -15,6 +15,7 @@ from torch import nn
 import lowtide
 from lowtide.compiled.compiled_model import check_devices
 
+pytestmark = pytest.mark.usefixtures("compile_plans")
 TESTS = Path(__file__).parents[1]
 
 

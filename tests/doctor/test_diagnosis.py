@@ -55,7 +55,7 @@ def test_a_look_leaves_everything_as_it_was(case):
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "compile_plans")
 def test_a_model_of_lowtide_compile_is_looked_at_as_it_runs_and_keeps_its_plan():
     torch._dynamo.reset()
     model = decoder(layers=2)
