@@ -20,7 +20,8 @@ from lowtide.units import format_bytes
 _TIGHT = 0.97
 _GPU = Path("/dev/nvidiactl")
 _MOST_STOPS = 10
-# PyTorch's sdp_utils.cpp puts cuDNN's attention before FlashAttention on these, seen with 2.11 on an H200; not in 2.9.
+# The choice of attention (``ATen/native/transformers/cuda/sdp_utils.cpp``) puts cuDNN's before FlashAttention on these,
+# seen with PyTorch 2.11 on an H200; not in 2.9.
 _CUDNN_ATTENTION = (9.0, 10.0)
 _CUDNN_ATTENTION_SINCE = (2, 11)
 _NETWORK = re.compile(
