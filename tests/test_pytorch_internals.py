@@ -210,6 +210,7 @@ def test_a_fit_under_an_unknown_version_says_one_line_and_saves_what_functions_m
     )
     assert unknown_version() == [f"lowtide: {line}"]
     assert fit.status().reasons.count(line) == 1
+    assert str(fit.status()).count(line) == 1 and ".." not in str(fit.status())
 
 
 @pytest.mark.usefixtures("one_thread")
