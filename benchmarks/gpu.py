@@ -9,8 +9,8 @@ times.
 
 Two models, weights drawn at random, nothing downloaded: a decoder in plain PyTorch, and a Llama of transformers. Every
 method trains from the same weights on the same batch for a few steps, twice. First with deterministic kernels, since
-the backward of attention adds in any order on a GPU: losses and weights have to have the same bits. Then as users run
-it: peaks are the allocator's own. Then forward and backward of all methods are timed in turns, by events. A method that
+the backward of attention adds in any order on a GPU: losses and weights have to have the same bits. Then without: peaks
+are the allocator's own. Then forward and backward of all methods are timed in turns, by events. A method that
 does not fit, or for which no time was left, is a line that says so.
 """
 

@@ -58,12 +58,13 @@ def gpu_summary(lines: list[dict]) -> str:
         rows.append(f"| {name} | {peaks} | {time} | {_percent(line.get('predicted_overhead'))} |")
     all_equal = all(line["losses_equal"] and line["weights_equal"] for line in by.values())
     exact = all(line["peak_bytes"] == line.get("predicted_peak_bytes", line["peak_bytes"]) for line in by.values())
-    kept = "keep plain's bits" if all_equal else "do NOT all keep plain's bits"
+    kept = "all weights keep" if all_equal else "NOT all weights keep"
     told = "to the byte" if exact else "but NOT to the byte"
     rows += [
         "",
         f"{plain['device']}, decoder of {plain['layers']} layers of {plain['width']}, batch {plain['batch']} x "
-        f"{plain['sequence']}, {plain['dtype']}. The weights {kept}; peaks are as predicted {told} "
+        f"{plain['sequence']}, {plain['dtype']}. With deterministic kernels {kept} plain's bits; peaks are as "
+        f"predicted {told} "
         "([all methods, and what went less well](docs/gpu.md)). On CPUs: [benchmarks](docs/benchmarks.md).",
     ]
     return "\n".join(rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 import gpu
 import pytest
 import torch
-from gpu_table import COLUMNS, gpu_table
+from gpu_table import COLUMNS, SHOWN, gpu_summary, gpu_table
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
@@ -102,3 +102,17 @@ def test_a_time_of_a_stand_in_is_never_shown():
     assert "777 ms" in table and "+33.3 %" in table
     assert "555" not in table and "11.1" not in table
     assert table.count("**decoder**") == 2 and table.count("on a stand-in for a GPU, whose times say nothing") == 1
+
+
+def test_the_readme_says_where_bits_or_peaks_are_not_as_promised():
+    def summary(weights_equal, predicted):
+        line = {
+            "case": "decoder", "layers": 1, "width": 8, "batch": 1, "sequence": 4, "dtype": "bfloat16",
+            "device": "a device", "peak_bytes": 1 << 30, "predicted_peak_bytes": predicted, "time_ms": 3.0,
+            "overhead": 0.1, "losses_equal": True, "weights_equal": weights_equal,
+        }  # fmt: skip
+        return gpu_summary([line | {"method": method} for method in SHOWN])
+
+    assert "kernels all weights keep plain's bits; peaks are as predicted to the byte" in summary(True, 1 << 30)
+    assert "kernels NOT all weights keep plain's bits" in summary(False, 1 << 30)
+    assert "as predicted but NOT to the byte" in summary(True, (1 << 30) + 1)
