@@ -18,7 +18,7 @@ from support.switched_device import Switched, switch_to
 from support.training_steps import drop_everything, is_clean
 from torch import nn
 
-from lowtide.device import allocation_counter
+from lowtide.device import allocation_counter, planned_ops
 from lowtide.pytorch_internals import COMPILED, why_unchecked
 from lowtide.training import rehearsal
 
@@ -90,6 +90,13 @@ def counter_is_there() -> None:
 
 
 @pytest.fixture(scope="session")
+def planned_ops_are_there() -> None:
+    """What runs planned ops without Python; as ``counter_is_there``."""
+    if not planned_ops.is_there():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(planned_ops.why_missing() or "it is not built yet")
+
+
+@pytest.fixture(scope="session")
 def accelerator() -> ModuleType:
     """The tests' own accelerator (tests/accelerator/README.md): the module that sets how it behaves."""
     try:
@@ -110,7 +117,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Built once for all tests, and for what they start; each of them has a cache of its own.
     os.environ.setdefault("LOWTIDE_ALLOCATION_COUNTER", str(cache_directory() / "counter"))
+    os.environ.setdefault("LOWTIDE_PLANNED_OPS", str(cache_directory() / "planned_ops"))
     allocation_counter.prepare(waits=True)
+    planned_ops.prepare(waits=True)
     config.pluginmanager.register(ShortCollections())
     config.pluginmanager.register(SmallHeap())
     quick.choose(config)

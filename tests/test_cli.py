@@ -292,6 +292,13 @@ def test_without_a_verb_the_help_shows_an_example_and_it_is_bad_usage(capsys):
     assert captured.out == "" and "lowtide fit train.py:setup --budget 6GiB --verify" in captured.err
 
 
+def test_the_package_is_the_command_where_that_is_not_on_the_path():
+    command = [sys.executable, "-m", "lowtide", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert done.stdout.split()[-1] == lowtide.__version__
+
+
 def test_the_version_is_the_packages(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"lowtide {lowtide.__version__}\n"

@@ -22,6 +22,7 @@ STAGES = (
 # They put the stages together, so they see all of them.
 ANYTHING = (
     "__init__",
+    "__main__",
     "api",
     "cli",
     "scripts",

@@ -51,6 +51,7 @@ STEPS = Feature(
         "torch._functorch.eager_transforms._vjp_with_argnums", "torch._functorch.eager_transforms.grad_and_value_impl",
         "torch.ctc_loss",  # which goes another way where a mode looks on
         "torch.autograd.profiler._run_on_profiler_start",  # a profiler starts: what counts leaves it the slot
+        # And in C++ the table through which PyTorch calls Python: src/lowtide/device/csrc/planned_ops.cpp.
     ),
     read=(
         # The step: which backward runs, what autograd stores, on which thread.
@@ -59,7 +60,7 @@ STEPS = Feature(
         "torch._C._autograd._top_saved_tensors_default_hooks", "torch._C._autograd._push_saved_tensors_default_hooks",
         "torch._C._autograd._pop_saved_tensors_default_hooks", "torch._C._autograd._saved_tensors_hooks_is_enabled",
         "torch.autograd.Variable._execution_engine", "torch._C._stash_obj_in_tls", "torch._C._get_obj_in_tls",
-        "torch._C._is_key_in_tls", "torch.autograd.function._SingleLevelFunction",
+        "torch.autograd.function._SingleLevelFunction",
         # The dispatcher: the mode that sees ops, what lies around it, and calls that it must not see.
         "torch.utils._python_dispatch", "torch.utils._pytree", "torch._C._len_torch_dispatch_stack",
         "torch._C._get_dispatch_stack_at", "torch._C._push_on_torch_dispatch_stack",

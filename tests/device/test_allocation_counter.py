@@ -12,7 +12,7 @@ from support.training_steps import mlp
 
 import lowtide
 from lowtide.device import allocation_counter
-from lowtide.device.allocation_counter import count
+from lowtide.device.allocation_counter import NATIVE, count
 from lowtide.measurement import allocator
 from lowtide.measurement.allocator import peak_bytes
 
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("one_thread", "counter_is_there")
 @pytest.fixture
 def unprepared(monkeypatch):
     """As in a process that has not looked for the counter yet."""
-    for name, value in (("_library", None), ("_why_missing", ""), ("_building", None)):
-        monkeypatch.setattr(allocation_counter, name, value)
+    for name, value in (("loaded", None), ("why_missing", ""), ("_building", None)):
+        monkeypatch.setattr(NATIVE, name, value)
     start = allocation_counter.profiler._run_on_profiler_start
     monkeypatch.setattr(allocation_counter.profiler, "_run_on_profiler_start", start)
     return monkeypatch
@@ -62,7 +62,7 @@ PROFILED = """
 import torch
 from torch.profiler import profile
 from lowtide.device import allocation_counter
-from lowtide.device.allocation_counter import count
+from lowtide.device.allocation_counter import NATIVE, count
 
 allocation_counter.prepare(waits=True)
 if {steps_aside}:
@@ -117,7 +117,7 @@ def lack(request, unprepared, tmp_path):
         return "there is no C++ compiler (c++)"
     if request.param == "an error":
         (tmp_path / "broken.cpp").write_text("int main( {")
-        unprepared.setattr(allocation_counter, "_SOURCE", tmp_path / "broken.cpp")
+        unprepared.setattr(NATIVE, "source", tmp_path / "broken.cpp")
         return "cannot build the counter: "
     if request.param == "wanted":
         unprepared.setenv("LOWTIDE_ALLOCATION_COUNTER", "0")
@@ -145,7 +145,7 @@ def test_what_it_cannot_be_built_without_is_told_once_and_training_goes_on(lack,
 
 def test_a_library_that_others_could_have_written_is_not_loaded(unprepared, tmp_path):
     unprepared.setenv("LOWTIDE_ALLOCATION_COUNTER", str(tmp_path))
-    path = allocation_counter._path()
+    path = NATIVE.path()
     path.write_bytes(b"")
     path.chmod(0o666)
     allocation_counter.prepare(waits=True)
@@ -154,10 +154,10 @@ def test_a_library_that_others_could_have_written_is_not_loaded(unprepared, tmp_
 
 
 def test_another_pytorch_has_another_library(monkeypatch):
-    before = allocation_counter._path()
+    before = NATIVE.path()
     monkeypatch.setattr(torch, "__version__", "2.99.0")
 
-    assert allocation_counter._path() != before
+    assert NATIVE.path() != before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nice is Linux's")
@@ -167,4 +167,4 @@ def test_it_is_built_beside_training_and_kept(unprepared, tmp_path):
     assert not allocation_counter.is_there()  # nobody waited
     allocation_counter.prepare(waits=True)
 
-    assert allocation_counter.is_there() and os.listdir(tmp_path) == [allocation_counter._path().name]
+    assert allocation_counter.is_there() and os.listdir(tmp_path) == [NATIVE.path().name]

@@ -1,76 +1,41 @@
 """What PyTorch's allocators hand out, counted from their own events: by some lines of C++, where a compiler is.
 
-The counter is built once for each PyTorch, beside the training, and kept in lowtide's cache directory. It costs 0.3 us
-an op. It lies in the profiler's slot of the thread, so it goes when a profiler starts, and never comes while one is
-active. Where it cannot be built, nobody counts: ``why_missing`` says why.
+It costs 0.3 us an op. It lies in the profiler's slot of the thread, so it goes when a profiler starts, and never comes
+while one is active. Where it cannot be built, nobody counts: ``why_missing`` says why.
 
 Known weaknesses, on a CPU: memory that native libraries take past PyTorch's allocator is not seen. What was allocated
 while nobody counted has no known size when it is freed, or the size of the block that was counted at its address.
 """
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
 import sys
-import tempfile
-import threading
 import weakref
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd import profiler
 
-from lowtide.cache_files import cache_dir, read_file, write_file
 from lowtide.device.names import index_of, is_accelerator
+from lowtide.device.native_library import HANDLE, INTEGER, NativeLibrary
 
-_SOURCE = Path(__file__).with_name("csrc") / "allocation_counter.cpp"
-_FLAGS = ("-std=c++20", "-O1", "-g0", "-w", "-shared", "-fPIC")
-_PLACE = "LOWTIDE_ALLOCATION_COUNTER"  # the folder that counters are kept in; 0: there is none
 _MOST_DEVICES = 64
 _HOST = -1
 
-_lock = threading.RLock()
 _places: dict[int, "_Place"] = {}  # by what lies in the slot: a backward may have it on threads of its own
-_library: Any = None
-_why_missing = ""
-_building: threading.Thread | None = None
 
 
 def prepare(*, waits: bool = False) -> None:
-    """Load the counter; where nobody has built it yet, build it on a thread of its own. It is there a little later.
-
-    Args:
-        waits: Until it is there, or is known to be missing.
-    """
-    global _building, _why_missing
-    with _lock:
-        if _library is None and not _why_missing and _building is None:
-            try:
-                built = _built()
-                if built is None:
-                    _building = threading.Thread(target=_build, name="lowtide-counter", daemon=True)
-                    _building.start()
-                else:
-                    _load(built)
-            except Exception as error:  # nothing of this may end a training
-                _why_missing = _in_a_line(error)
-        building = _building
-    if waits and building is not None:
-        building.join()
+    """Load the counter; see ``NativeLibrary.prepare``."""
+    NATIVE.prepare(waits=waits)
 
 
 def why_missing() -> str:
     """Why nobody counts; "" where the counter is there, or may still come."""
-    return _why_missing
+    return NATIVE.why_missing
 
 
 def is_there() -> bool:
-    return _library is not None
+    return NATIVE.loaded is not None
 
 
 class AllocationWindow:
@@ -107,23 +72,16 @@ class AllocationWindow:
         """The last that is known: ``left`` bytes now."""
         self._left = left - self._start
 
-    def reader(self, start_bytes: int = 0) -> Callable[[], int | None]:
+    def reader(self, start_bytes: int = 0) -> "LiveBytes":
         """Tells what lives now less ``start_bytes``, as ``peak_bytes`` counts; None: nobody counts any more.
 
         On an accelerator 0 as long as nothing was allocated.
         """
-        now, handle, device = _library.lowtide_counter_now, self._place.handle, self._device
-        start_bytes += self._start
-        reference = weakref.ref(self)
+        return LiveBytes(self, self._place.handle, self._device, start_bytes + self._start)
 
-        def read() -> int | None:
-            window = reference()
-            if window is None or window._left is not None:
-                return None
-            found = now(handle, device)
-            return found - start_bytes if found or device == _HOST else 0
-
-        return read
+    @property
+    def is_closed(self) -> bool:
+        return self._left is not None
 
     @property
     def peak_bytes(self) -> int:
@@ -140,11 +98,35 @@ class AllocationWindow:
             self.close()
 
 
+class LiveBytes:
+    """What lives while a window is open; see ``AllocationWindow.reader``.
+
+    Attributes:
+        place: Where the count stands, in bytes: C++ reads it there. It is readable for ever.
+        less_bytes: So much of the count was there before.
+    """
+
+    __slots__ = ("_device", "_handle", "_now", "_window", "less_bytes", "place")
+
+    def __init__(self, window: AllocationWindow, handle: int, device: int, less_bytes: int) -> None:
+        self._window, self._handle, self._device = weakref.ref(window), handle, device
+        self._now = NATIVE.loaded.lowtide_counter_now
+        self.place: int = NATIVE.loaded.lowtide_counter_place(handle, device)
+        self.less_bytes = less_bytes
+
+    def __call__(self) -> int | None:
+        window = self._window()
+        if window is None or window.is_closed:
+            return None
+        found: int = self._now(self._handle, self._device)
+        return found - self.less_bytes if found or self._device == _HOST else 0
+
+
 class _Place:
     """A counter, while any window of it is open."""
 
     def __init__(self, handle: int) -> None:
-        self.handle, self._key = handle, _library.lowtide_counter_here()
+        self.handle, self._key = handle, NATIVE.loaded.lowtide_counter_here()
         self.windows: weakref.WeakSet[AllocationWindow] = weakref.WeakSet()
         _places[self._key] = self
 
@@ -153,16 +135,16 @@ class _Place:
         return _places.get(self._key) is self
 
     def now(self, device: int) -> int:
-        return int(_library.lowtide_counter_now(self.handle, device))
+        return int(NATIVE.loaded.lowtide_counter_now(self.handle, device))
 
     def note_peaks(self) -> None:
         devices = {window.device for window in self.windows}
-        peaks = {device: int(_library.lowtide_counter_take_peak(self.handle, device)) for device in devices}
+        peaks = {device: int(NATIVE.loaded.lowtide_counter_take_peak(self.handle, device)) for device in devices}
         for window in self.windows:
             window.note(peaks)
 
     def leave(self, window: AllocationWindow) -> None:
-        with _lock:
+        with NATIVE.lock:
             if not self._counts:
                 return
             self.windows.add(window)  # it is being forgotten, perhaps
@@ -182,18 +164,18 @@ class _Place:
 
     def _stop(self) -> None:
         del _places[self._key]
-        _library.lowtide_counter_stop(self.handle)
-        _library.lowtide_counter_free(self.handle)
+        NATIVE.loaded.lowtide_counter_stop(self.handle)
+        NATIVE.loaded.lowtide_counter_free(self.handle)
 
 
 def count(device: str | torch.device = "cpu") -> AllocationWindow | None:
     """Count what is allocated on ``device``; None where the counter is missing, or a profiler is active."""
-    if _library is None or (is_accelerator(device) and index_of(device) >= _MOST_DEVICES):
+    if NATIVE.loaded is None or (is_accelerator(device) and index_of(device) >= _MOST_DEVICES):
         return None
-    with _lock:
-        place = _places.get(_library.lowtide_counter_here())
+    with NATIVE.lock:
+        place = _places.get(NATIVE.loaded.lowtide_counter_here())
         if place is None:
-            handle = _library.lowtide_counter_start()
+            handle = NATIVE.loaded.lowtide_counter_start()
             if not handle:
                 return None
             place = _Place(handle)
@@ -202,81 +184,15 @@ def count(device: str | torch.device = "cpu") -> AllocationWindow | None:
 
 def step_aside() -> None:
     """Leave the profiler's slot of this thread: what counts there loses count."""
-    with _lock:
-        if (place := _places.get(_library.lowtide_counter_here())) is not None:
+    with NATIVE.lock:
+        if (place := _places.get(NATIVE.loaded.lowtide_counter_here())) is not None:
             place.step_aside()
 
 
-# -- building -----------------------------------------------------------------------------------------------
+# -- the library --------------------------------------------------------------------------------------------
 
 
-def _path() -> Path:
-    facts = [torch.__version__, str(torch.version.git_version), str(torch.compiled_with_cxx11_abi())]
-    facts += [platform.system(), platform.machine(), *_FLAGS]
-    digest = hashlib.sha256("\0".join(facts).encode() + _SOURCE.read_bytes())
-    place = os.environ.get(_PLACE, "")
-    if place == "0":
-        raise OSError(f"{_PLACE}=0")
-    return (Path(place) if place else cache_dir() / "counter") / f"{digest.hexdigest()[:16]}.so"
-
-
-def _built() -> Path | None:
-    """The library that is there; None: it has to be built. Raises: OSError: there is to be none."""
-    path = _path()
-    if not path.exists():
-        return None
-    read_file(path)  # one that somebody else could have written is not believed
-    return path
-
-
-def _build() -> None:
-    global _building, _why_missing
-    try:
-        path = build()
-        with _lock:
-            _load(path)
-    except Exception as error:
-        _why_missing = _in_a_line(error)
-    _building = None
-
-
-def build() -> Path:
-    """Build the counter for this PyTorch, and keep it. Raises: OSError: no compiler, or no place to keep it."""
-    name = os.environ.get("CXX", "c++")
-    compiler = shutil.which(name) or shutil.which("g++")
-    if compiler is None:
-        raise OSError(f"there is no C++ compiler ({name}) to build the counter with")
-    root, path = Path(torch.__file__).parent, _path()
-    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
-        made = Path(folder) / path.name
-        command = [
-            compiler, *_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            "-isystem", root / "include", _SOURCE, "-o", made, f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu",
-        ]  # fmt: skip
-        nicely = [nice, "-n", "10"] if (nice := shutil.which("nice")) else []  # training has the cores
-        done = subprocess.run([*nicely, *map(str, command)], capture_output=True, text=True)
-        if done.returncode:
-            said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
-            raise OSError(f"{Path(compiler).name} cannot build the counter: {said.strip()[:200]}")
-        write_file(path, made.read_bytes())
-    return path
-
-
-def _load(path: Path) -> None:
-    """Called with the lock held."""
-    global _library
-    library = ctypes.CDLL(str(path))
-    handle = ctypes.c_void_p
-    for name, result, arguments in (
-        ("start", handle, []),
-        ("here", handle, []),
-        ("stop", None, [handle]),
-        ("free", None, [handle]),
-        ("now", ctypes.c_int64, [handle, ctypes.c_int]),
-        ("take_peak", ctypes.c_int64, [handle, ctypes.c_int]),
-    ):
-        function = getattr(library, f"lowtide_counter_{name}")
-        function.restype, function.argtypes = result, arguments
+def _step_aside_for_profilers(_: Any) -> None:
     before = profiler._run_on_profiler_start
 
     def run_on_profiler_start() -> None:
@@ -284,9 +200,20 @@ def _load(path: Path) -> None:
         before()
 
     profiler._run_on_profiler_start = run_on_profiler_start  # each of PyTorch's profilers calls it first
-    _library = library
 
 
-def _in_a_line(error: Exception) -> str:
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0]
+NATIVE = NativeLibrary(
+    "allocation_counter",
+    "the counter",
+    "LOWTIDE_ALLOCATION_COUNTER",
+    {
+        "lowtide_counter_start": (HANDLE, []),
+        "lowtide_counter_here": (HANDLE, []),
+        "lowtide_counter_stop": (None, [HANDLE]),
+        "lowtide_counter_free": (None, [HANDLE]),
+        "lowtide_counter_now": (INTEGER, [HANDLE, ctypes.c_int]),
+        "lowtide_counter_place": (HANDLE, [HANDLE, ctypes.c_int]),
+        "lowtide_counter_take_peak": (INTEGER, [HANDLE, ctypes.c_int]),
+    },
+    _step_aside_for_profilers,
+)

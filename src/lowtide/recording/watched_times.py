@@ -7,7 +7,7 @@ time is what its work takes at the rate of the timed ops of its class, and never
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,10 +20,9 @@ from lowtide.estimation.op_work import work_of
 from lowtide.estimation.roofline import estimate
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
+from lowtide.recording.tape_costs import tape_costs
 
 _T = TypeVar("_T")
-# The tape's own work for each op: forward, dropped besides, replayed (benchmarks/overhead.py).
-_WATCH_US, _RECORD_US, _REPLAY_US = 15.0, 15.0, 10.0
 
 
 class WatchedTimes:
@@ -51,6 +50,12 @@ class WatchedTimes:
     @property
     def last_s(self) -> float:
         return 0.0 if self._last is None else self._last.launch_s
+
+    @property
+    def launch_us(self) -> float | None:
+        """What the host needs to launch an op, in the median; None where ops have no other time, as on a CPU."""
+        spans = [span for spans in (self._again or self._first).values() for span in spans]
+        return 1e6 * statistics.median(span.launch_s for span in spans) if self._spans.timed and spans else None
 
     def note(self, signature: int, *, is_first: bool) -> None:
         """The last op has this signature."""
@@ -89,15 +94,25 @@ class WatchedTimes:
 
 def costs_of(graph: StepGraph, times: WatchedTimes) -> Costs:
     """What the ops of a watched step took, and what the tape's own work takes."""
-    op_ms = estimate(graph, device=values_off.times_of).op_ms if values_off.times_of else times.milliseconds(graph)
+    op_ms = _op_ms(graph, times)
+    tape = tape_costs(graph, op_ms, times.launch_us)
     return Costs(
         op_ms=tuple(op_ms),
-        dispatch_us=_WATCH_US,
-        record_us=_RECORD_US,
-        replay_us=_REPLAY_US,
+        dispatch_us=tape.dispatch_us,
+        record_us=tape.record_us,
+        replay_us=tape.replay_us,
         source="watched",
         device_name=device_name(graph.device),
     )
+
+
+def why_of_host(graph: StepGraph, times: WatchedTimes) -> str:
+    """That the host bounds a planned step of ``graph``, in a sentence; "" where it does not, or nobody knows yet."""
+    return tape_costs(graph, _op_ms(graph, times), times.launch_us).told() if times.are_known() else ""
+
+
+def _op_ms(graph: StepGraph, times: WatchedTimes) -> Sequence[float]:
+    return estimate(graph, device=values_off.times_of).op_ms if values_off.times_of else times.milliseconds(graph)
 
 
 def _medians(spans: Mapping[int, list[Span]], *, known: bool) -> dict[int, float]:

@@ -82,9 +82,11 @@ class _ThreadState:
     _KEY = "lowtide.step.thread_state"
 
     def _of_this_thread(self) -> _State:
-        if not torch._C._is_key_in_tls(self._KEY):
+        try:  # asking first would double what each module call of a step takes here
+            return torch._C._get_obj_in_tls(self._KEY)
+        except RuntimeError:
             stash_in_tls(self._KEY, _State())
-        return torch._C._get_obj_in_tls(self._KEY)
+            return torch._C._get_obj_in_tls(self._KEY)
 
     @property
     def observer(self) -> CallObserver | None:

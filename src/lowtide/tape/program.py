@@ -59,6 +59,11 @@ class TapedOp:
         self.proven = False  # it has run twice and given the same bits
         self.calls = KnownKinds()  # of a Function that is one op: why each kind of call must be saved, or ""
 
+    @property
+    def acts(self) -> bool:
+        """Whether there is anything to be done where it runs."""
+        return bool(self.drops or self.moves or self.completes_inplace)
+
     def bind(self, func: Any) -> bool:
         """Take ``func`` as the operator if it has the planned name, which was unknown when the plan was loaded."""
         if self.func is not None or str(func) != self.name:
@@ -83,6 +88,9 @@ class TapedOp:
         self.may_skip_arguments = func is not None and bool(omittable_arguments(func))
 
 
+_FEW_OPS = 8
+
+
 class TapedCall:
     """One module call of the plan."""
 
@@ -102,6 +110,11 @@ class TapedCall:
         self.needs_hooks = False  # an op of its own may save what is dropped; where nothing is dropped inside, any op
         self.position = 0  # which of its caller's module calls it is
         self.first_op, self.last_op = 0, -1  # numbers of its ops and of those inside it
+
+    @property
+    def is_small(self) -> bool:
+        """It runs a few ops and no module calls."""
+        return not self.sequence and len(self.ops) <= _FEW_OPS
 
 
 class PlanProgram:
@@ -156,7 +169,7 @@ class PlanProgram:
             if recorded.completes_inplace is not None and self.ops[recorded.completes_inplace].drops:
                 op.completes_inplace = self.ops[recorded.completes_inplace]
         for call in self.calls:
-            call.has_actions = any(op.drops or op.moves or op.completes_inplace for op in call.ops)
+            call.has_actions = any(op.acts for op in call.ops)
         completed = {self.ops[number] for number in completed_by if number is not None}
         for call in reversed(self.calls):  # calls inside one come after it
             inside = call.sequence

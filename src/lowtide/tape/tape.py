@@ -21,6 +21,7 @@ from torch._C import _storage_Use_Count as use_count
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.device import planned_ops
 from lowtide.device.autocast import casting_inside, with_autocast
 from lowtide.device.dispatch import bytes_of
 from lowtide.device.generators import GeneratorStates
@@ -49,6 +50,7 @@ from lowtide.step.storage_bits import Seal, SealsOnDevice, seals_on, sum_of_word
 from lowtide.step.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
 from lowtide.tape import forbidden_hooks
 from lowtide.tape.calls_under_plan import CallUnderPlan
+from lowtide.tape.followed_ops import FollowedOps
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.online.online_tape import OnlineTape
@@ -168,6 +170,7 @@ class Tape(SwitchedMode):
         self._backward_began = False  # in a region that holds whole steps
         self._whole_step = self._ends_at_unpack = False
         self._wrapped = bool(wrapped_parameters(model))
+        self._followed: FollowedOps | None = None  # of the present forward pass; None: every op is looked at here
 
     # -- regions ------------------------------------------------------------------------------------------------
 
@@ -180,6 +183,7 @@ class Tape(SwitchedMode):
         if not whole_step:  # else any op outside the model may be one of the step
             self._need_less(self._call, call)
         self._switch_for(self._call)
+        self._follow(self._call)
 
     def enter_step(self) -> None:
         """A region of the whole step opens where the model is first called from outside.
@@ -190,9 +194,12 @@ class Tape(SwitchedMode):
         self.begin(self.program.root)
         self._call.next = self.program.num_ops_before_model
         self.watches = self.hooks = True  # a seam has put them there
+        self._follow(self._call)
 
     def leave_region(self, *, failed: bool) -> None:
         """The region closes; ``failed``: with an exception, which may have left module calls open."""
+        if self._followed is not None:
+            self._followed.end()
         while self._callers:
             self._call = self._callers.pop()
         if not failed and not self._backward_began:
@@ -228,6 +235,7 @@ class Tape(SwitchedMode):
             self._run.on_difference = self.proves_at_birth
         self._next_number = 0
         self._backward_began = False
+        self._start_following()
         if self.program.moves_anything:
             self.settle_copies()  # of the last one, whose backward is still to come, or never comes
             self._transfers = Transfers(self.tiers, self.program.max_inflight_bytes)
@@ -247,6 +255,7 @@ class Tape(SwitchedMode):
     def enter(self, path: str) -> None:
         if self._backward_began and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._next_step()
+        followed = self._catch_up()
         caller = self._call
         planned = None
         if caller.planned is not None:
@@ -256,7 +265,7 @@ class Tape(SwitchedMode):
                 caller.num_calls = at + 1
             else:
                 planned = self._out_of_order(caller, caller.planned, path)
-        if self._holds_too_much(planned):
+        if not (followed and planned is not None) and self._holds_too_much(planned):
             planned = None
         if self._diverged_after is not None:
             self._leave_plan()
@@ -274,6 +283,7 @@ class Tape(SwitchedMode):
                 module_calls.thread_state.observer = None  # until ``leave``
         if call.watches is not self.watches or call.hooks is not self.hooks:
             self._switch_for(call)
+        self._follow(call)
 
     def _out_of_order(self, caller: _OpenCall, plan: TapedCall, path: str) -> TapedCall | None:
         """What is planned for the call of ``path`` that begins in ``caller``, which is not the one that was to come."""
@@ -289,6 +299,7 @@ class Tape(SwitchedMode):
         return planned
 
     def leave(self) -> None:
+        followed = self._catch_up()
         call = self._call
         if call.unobserved:
             module_calls.thread_state.observer = self
@@ -297,10 +308,11 @@ class Tape(SwitchedMode):
         if self._online is not None:
             self._online.leave_outer()
         self._call = caller = self._callers.pop()
-        if self._holds_too_much(call.planned, ended=True):
+        if not followed and self._holds_too_much(call.planned, ended=True):
             self._leave_plan()
         if caller.watches is not self.watches or caller.hooks is not self.hooks:
             self._switch_for(caller)
+        self._follow(caller)
 
     def _holds_too_much(self, call: TapedCall | None, *, ended: bool = False) -> bool:
         """Whether so much more than planned lives where ``call`` begins, or has ended, that the plan ends here."""
@@ -327,7 +339,10 @@ class Tape(SwitchedMode):
             call.watches = call.hooks = False
         elif not (self._wrapped or self._pauses or self.rehearses or self.matches_all):
             if planned.ops or not planned.has_actions_inside:
-                call.watches, call.hooks = planned.has_actions, planned.needs_hooks or self.program.moves_anything
+                # The mode costs more to take away than it does to ops that run without us.
+                stays = self._followed is not None and self.watches and planned.is_small
+                call.watches = planned.has_actions or stays
+                call.hooks = planned.needs_hooks or self.program.moves_anything
             else:
                 call.watches = call.hooks = None
 
@@ -342,9 +357,44 @@ class Tape(SwitchedMode):
             if missing or not (self.program.knows_passes and planned is self.program.root):
                 self._diverge()
             self.counts.mismatched += missing
-            call.next = len(planned.ops)
+            self._advance(call, len(planned.ops))
         elif call.num_calls != len(planned.sequence):
             self._diverge()
+
+    # -- ops that run without us --------------------------------------------------------------------------------
+
+    def _start_following(self) -> None:
+        """Of a forward pass that begins: its ops with nothing to be done may run without us."""
+        if self._only_counts or self._wrapped or self.rehearses or self.matches_all or not planned_ops.is_there():
+            self._followed = None
+            return
+        if self._followed is None:
+            self._followed = FollowedOps(self)
+        self._followed.start_here(self.planned_bytes)
+
+    def _follow(self, call: _OpenCall) -> None:
+        """From here on the ops that are to come are those of ``call``."""
+        if self._followed is None:
+            return
+        planned = call.planned
+        if planned is not None and call.watches and planned.ops and not (self._pauses or self._backward_began):
+            self._followed.begin(call, planned)
+        else:
+            self._followed.end()
+
+    def _catch_up(self) -> bool:
+        """With what ran without us; whether ops may have, before each of which what lives was looked at."""
+        followed = self._followed
+        if followed is None or not followed.is_on:
+            return False
+        followed.catch_up()
+        return True
+
+    def _advance(self, call: _OpenCall, at: int) -> None:
+        """The op of ``call``, the innermost one, that is to come is the one at ``at``."""
+        call.next = at
+        if self._followed is not None:
+            self._followed.advance()
 
     # -- other ops than planned ---------------------------------------------------------------------------------
 
@@ -362,6 +412,7 @@ class Tape(SwitchedMode):
                 call.path = call.planned.path if call.planned is not None else ""
                 call.planned, call.watches, call.hooks = None, ours, ours
             self.switch(watches=ours, hooks=ours)
+            self._follow(self._call)
         return True
 
     def _last_op(self) -> int:
@@ -407,9 +458,11 @@ class Tape(SwitchedMode):
     def pause(self) -> None:
         """What runs until ``resume`` is not part of the step (a pass without gradients, for example)."""
         self._pauses += 1
+        self._follow(self._call)
 
     def resume(self) -> None:
         self._pauses -= 1
+        self._follow(self._call)
 
     @property
     def sharding_observer(self) -> PauseDuringSharding:
@@ -446,6 +499,7 @@ class Tape(SwitchedMode):
             if not torch.is_grad_enabled():  # the optimizer's work between two steps
                 return func(*args, **(kwargs or {}))
             self._next_step()
+        self._catch_up()
         call = self._call
         planned = call.planned
         if planned is not None:
@@ -457,7 +511,7 @@ class Tape(SwitchedMode):
                     bytes_now = self.planned_bytes
                     if bytes_now is not None and bytes_now.is_passed(op.number, has_run=False):
                         return self._run_beyond_plan(func, args, kwargs or {})
-                    call.next += 1
+                    self._advance(call, call.next + 1)
                     if op.drops:
                         result = self._record(op, args, kwargs or {})
                     elif op.completes_inplace is not None:
@@ -542,11 +596,12 @@ class Tape(SwitchedMode):
             attributes[MARK] = value
             self._marked.append(weakref.ref(storage))
             self.counts.dropped += 1
-            if not fills_its_storage(tensor):  # a loss has as much memory as its terms: nobody wrote the rest
-                continue
+            is_sealed = self.proves_at_birth is not None and (recipe.number + self.counts.steps) % _SEALED_STEPS == 0
+            if not (self.rehearses or is_sealed) or not fills_its_storage(tensor):
+                continue  # a loss has as much memory as its terms: nobody wrote the rest
             if self.rehearses:
                 self._to_seal.append(storage)
-            elif self.proves_at_birth is not None and (recipe.number + self.counts.steps) % _SEALED_STEPS == 0:
+            else:
                 value.seal = self._seal(tensor)
         if not single:
             recipe.outputs = outputs
@@ -636,13 +691,14 @@ class Tape(SwitchedMode):
         """A call of a custom autograd Function, which may be planned as one op: then its own operators are not."""
         if self._backward_began and not self._pauses:
             self._next_step()
+        self._catch_up()
         planned, at = self._call.planned, self._call.next
         if self._pauses or planned is None or not (planned.has_actions or self.matches_all) or at >= len(planned.ops):
             return call.run()
         op = planned.ops[at]
         if not op.is_call_of(call):
             return call.run()
-        self._call.next = at + 1
+        self._advance(self._call, at + 1)
         self.pause()
         try:
             if not (op.drops or op.moves):
@@ -739,6 +795,7 @@ class Tape(SwitchedMode):
         if self._ends_at_unpack and not self._callers and not self._backward_began and not torch.is_grad_enabled():
             self.end()
             self._backward_began = True
+            self._follow(self._call)
         if self._transfers is not None and graph_task() != -1:
             self._transfers.on_unpack()
         kind = type(packed)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.device import planned_ops
 from lowtide.device.out_of_memory import is_out_of_memory
 from lowtide.device.streams import is_captured
 from lowtide.errors import LowtideError
@@ -117,6 +118,8 @@ class FittedCall:
         lifecycle, planned, position, shape = self._lifecycle, step.planned, step.position, step.shapes[-1]
         assert planned is not None
         self._reasons.say_other_hooks(".".join(hooks_of_others()).strip("."))
+        if why := planned_ops.why_missing():
+            self._reasons.note(f"ops of a plan with nothing to be done run through Python, 15 us each: {why}")
         at = position % len(planned.shapes)  # calls whose backward never came may be among them
         tape = planned.tape
         if planned.shapes[at] != shape:

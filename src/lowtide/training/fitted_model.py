@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
-from lowtide.device import allocation_counter, values_off
+from lowtide.device import allocation_counter, planned_ops, values_off
 from lowtide.errors import LowtideError, RehearsalMemoryError
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import COMPILED_CODE, StepGraph
@@ -68,6 +68,7 @@ class Fit:
         self._verification: Verification | None = None
         self._reasons = Notices()
         allocation_counter.prepare()
+        planned_ops.prepare()
         if unchecked := why_unchecked(STEPS):
             self._reasons.note(unchecked)  # the log has it already
         if values_off.are_off:

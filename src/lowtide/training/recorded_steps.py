@@ -10,7 +10,7 @@ from torch import nn
 from lowtide.device.streams import synchronize
 from lowtide.graph.step_graph import StepGraph
 from lowtide.recording.step_recording import StepRecording
-from lowtide.recording.watched_times import WatchedTimes, costs_of
+from lowtide.recording.watched_times import WatchedTimes, costs_of, why_of_host
 from lowtide.shapes.call_shapes import CallShape
 from lowtide.step.kinds_of_calls import ANEW
 from lowtide.step.sharding.zero3 import order_is_known
@@ -135,6 +135,8 @@ class RecordedSteps:
             if recorded.times.are_known():
                 self._unread.remove(recorded)
                 graph, costs = self._with_state(recorded.graph), costs_of(recorded.graph, recorded.times)
+                if why := why_of_host(graph, recorded.times):
+                    self._reasons.say_first("host", why)
                 self._budget.follow_state()
                 self._plans_by_shape.request(
                     recorded.shapes, graph, costs, self._budget.fixed_for(graph, costs), recorded.made_nodes,

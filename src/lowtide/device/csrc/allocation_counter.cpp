@@ -10,6 +10,8 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <vector>
 
 namespace {
 using torch::profiler::impl::ActiveProfilerType;
@@ -28,19 +30,46 @@ struct Bytes {
   }
 };
 
+struct Counts {
+  Bytes host;                               // made here less freed here: the host's allocator keeps no total
+  std::array<Bytes, MOST_DEVICES> devices;  // all that is allocated on each
+};
+
+// Never freed, used again: who reads one late reads another step's, and no foreign memory.
+struct Pool {
+  std::mutex mutex;
+  std::vector<Counts*> free;
+  Counts* take() {
+    std::lock_guard guard(mutex);
+    if (free.empty()) return new Counts;
+    Counts* counts = free.back();
+    free.pop_back();
+    return new (counts) Counts;
+  }
+  void give_back(Counts* counts) {
+    std::lock_guard guard(mutex);
+    free.push_back(counts);
+  }
+};
+Pool& pool() {
+  static auto* pool = new Pool;
+  return *pool;
+}
+
 struct Counter final : ProfilerStateBase {
-  Bytes host;                                // made here less freed here: the host's allocator keeps no total
-  std::array<Bytes, MOST_DEVICES> devices;   // all that is allocated on each
+  Counts& of = *pool().take();
   std::atomic<bool> counts{true};
 
   Counter() : ProfilerStateBase(ProfilerConfig(ProfilerState::Disabled)) {}
+  ~Counter() override { pool().give_back(&of); }
+  Bytes& bytes(int device) { return device < 0 ? of.host : of.devices[device]; }
   bool memoryProfilingEnabled() const override { return counts; }
   ActiveProfilerType profilerType() override { return ActiveProfilerType::NONE; }
   void reportMemoryUsage(void*, int64_t change, size_t allocated, size_t, c10::Device device) override {
     if (device.is_cpu()) {
-      host.set(host.now += change);
+      of.host.set(of.host.now += change);
     } else if (device.index() >= 0 && device.index() < MOST_DEVICES) {
-      devices[device.index()].set(static_cast<int64_t>(allocated));
+      of.devices[device.index()].set(static_cast<int64_t>(allocated));
     }
   }
 };
@@ -89,15 +118,16 @@ void lowtide_counter_stop(void* handle) {
 void lowtide_counter_free(void* handle) { delete static_cast<Handle*>(handle); }
 
 // Bytes now; ``device``: -1 is the host.
-int64_t lowtide_counter_now(void* handle, int device) {
-  auto& counter = **static_cast<Handle*>(handle);
-  return device < 0 ? counter.host.now : counter.devices[device].now;
+int64_t lowtide_counter_now(void* handle, int device) { return (*static_cast<Handle*>(handle))->bytes(device).now; }
+
+// Where they stand. Nobody else's memory ever.
+const void* lowtide_counter_place(void* handle, int device) {
+  return &(*static_cast<Handle*>(handle))->bytes(device).now;
 }
 
 // The peak since this was asked last.
 int64_t lowtide_counter_take_peak(void* handle, int device) {
-  auto& counter = **static_cast<Handle*>(handle);
-  auto& bytes = device < 0 ? counter.host : counter.devices[device];
+  auto& bytes = (*static_cast<Handle*>(handle))->bytes(device);
   return bytes.peak.exchange(bytes.now);
 }
 }
