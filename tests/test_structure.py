@@ -179,7 +179,7 @@ CUDA_ALONE = {
     "device.numeric_flags": ("cuDNN's", "cudnn", "_get_cublas_", '("cuda", '),
     "pytorch_internals": ("_get_cudnn_", "_get_cublas_", "_use_cudnn_"),  # of the flags that decide bits
     "device.vendor_kernels": ("cudnn", "miopen"),
-    "step.ctc_lengths": ("Where cuDNN\n", "_use_cudnn_ctc_loss"),
+    "step.ctc_lengths": ("_use_cudnn_ctc_loss",),
     "device.pinning": ('accelerator_type() == "cuda"', "torch.cuda.cudart()", 'torch.ones(1, device="cuda")'),
 }
 # They plan for CUDA's kernels on a machine without them, and run none. So do all of ``hollow`` and ``pretending``.

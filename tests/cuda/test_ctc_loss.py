@@ -46,6 +46,24 @@ def test_a_loss_with_lengths_anywhere_has_the_bits_of_the_plain_one(cuda, length
     assert torch.ctc_loss is ctc_lengths._own
 
 
+@pytest.mark.parametrize("takes, given", [("numbers", list), ("tensors", torch.Tensor), ("nothing", torch.Tensor)])
+def test_lengths_on_the_device_go_to_the_kernel_that_takes_them_without_a_mode(cuda, monkeypatch, takes, given):
+    """cuDNN takes numbers where targets lie on the host, and its bits are not those of PyTorch's own kernel."""
+
+    def uses_cudnn(scores, targets, inputs, lengths, blank):
+        return takes == ("tensors" if isinstance(inputs, torch.Tensor) else "numbers")
+
+    found = []
+    monkeypatch.setattr(torch, "_use_cudnn_ctc_loss", uses_cudnn)
+    monkeypatch.setattr(ctc_lengths, "_own", lambda *args: found.append(args))
+    scores, targets = torch.zeros(8, 2, 4, device=cuda), torch.ones(6, dtype=torch.int32)
+    lengths = torch.tensor([8, 8], device=cuda), torch.tensor([3, 3], device=cuda)
+    with LooksOn():
+        ctc_lengths._ctc_loss(scores, targets, *lengths)
+
+    assert [type(length) for length in found[0][2:4]] == [given] * 2
+
+
 class LooksOn(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

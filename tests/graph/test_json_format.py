@@ -210,13 +210,13 @@ def test_a_file_that_is_not_there_is_an_os_error(tmp_path):
 
 
 def test_costs_survive_a_round_trip_through_json():
-    costs = Costs(op_ms=(0.5, 1.25), dispatch_us=5.5, record_us=10.0, replay_us=8.0, device_name="a desk")
+    costs = Costs(op_ms=(0.5, 1.25), dispatch_us=5.5, record_us=10.0, replay_us=8.0, device_name="a desk", move_us=3.0)
 
     assert json_format.costs_from_dict(json.loads(json.dumps(json_format.costs_to_dict(costs)))) == costs
 
 
 @pytest.mark.parametrize("time", [float("nan"), float("inf"), -1.0, 10**400, "1", None, True], ids=lambda t: str(t)[:8])
-@pytest.mark.parametrize("field", ["op_ms", "dispatch_us", "record_us", "replay_us"])
+@pytest.mark.parametrize("field", ["op_ms", "dispatch_us", "record_us", "replay_us", "move_us"])
 def test_a_time_that_is_no_time_is_refused_by_name(field, time):
     body = json_format.costs_to_dict(Costs(op_ms=(1.0, 2.0)))
     body[field] = [1.0, time] if field == "op_ms" else time

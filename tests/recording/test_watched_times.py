@@ -86,3 +86,43 @@ def test_calls_as_one_op_have_times_of_launches_on_a_device_which_is_told(graph,
     assert times.why_of_launches(graph) == ""
     graph.recorded_ms[graph.ops[0].signature] = 1.0
     assert f"calls that are one op each ({graph.ops[0].name} first)" in times.why_of_launches(graph)
+
+
+class Moment:
+    """An event at a time of the device, in milliseconds."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+    def query(self):
+        return True
+
+
+def spans_of(graph, *, launch_ms, kernel_ms, idle_ms):
+    """Each op twice: the device has waited ``idle_ms`` before it, and then for its launch if at all."""
+    times, at, before = WatchedTimes(torch.device("cpu")), 0.0, None
+    for again in (False, True):
+        for op in graph.ops:
+            begin = at + idle_ms
+            at = begin + kernel_ms + (launch_ms if idle_ms else 0.0)
+            times._last = Span(launch_ms / 1e3, Moment(begin), Moment(at), before)
+            before = times._last.end
+            times.note(op.signature, is_first=not again)
+    return times
+
+
+@pytest.mark.parametrize("idle_ms", [0.0, 0.1])
+def test_what_the_device_waited_for_a_launch_is_no_time_of_the_op(graph, idle_ms):
+    times = spans_of(graph, launch_ms=0.03, kernel_ms=0.05, idle_ms=idle_ms)
+
+    assert times.milliseconds(graph) == pytest.approx([0.05] * len(graph.ops))
+
+
+def test_where_launches_are_most_of_it_nothing_is_taken_off(graph):
+    """A device that runs a kernel as it is launched looks the same."""
+    times = spans_of(graph, launch_ms=0.03, kernel_ms=0.001, idle_ms=0.1)
+
+    assert times.milliseconds(graph) == pytest.approx([0.031] * len(graph.ops))

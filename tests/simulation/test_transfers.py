@@ -138,11 +138,12 @@ def test_a_replay_that_reads_an_offloaded_storage_fetches_it():
 
 def test_the_tapes_own_work_counts_for_transfers_too():
     graph = chain(3, size=8)
-    costs = linked(graph, dispatch_us=1000, record_us=100, replay_us=10)
+    costs = linked(graph, dispatch_us=1000, record_us=100, replay_us=10, move_us=2)
 
     line = simulate(graph, costs, {1: DISK_OFFLOAD})
 
-    assert line.step_ms == pytest.approx(6 + 3 * 1.0 + 0.1 + 0.01)
+    assert line.step_ms == pytest.approx(6 + 3 * 1.0 + 0.1 + 0.01 + 0.002)
+    assert line.transfers[-1].end_ms < line.step_ms
 
 
 def test_what_may_not_be_offloaded_is_refused_by_name():

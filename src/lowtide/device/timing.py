@@ -50,6 +50,9 @@ def _has_timed_events(device_type: str) -> bool:
     return True
 
 
+_IDLE_MS = 0.005  # between two events with no call in between
+
+
 class OpenSpan(NamedTuple):
     """A call that runs: when the host began it, and the event before it."""
 
@@ -68,6 +71,7 @@ class Span:
     launch_s: float
     begin: torch.Event | None
     end: torch.Event | None
+    before: torch.Event | None = None  # the end of the call before it
 
     def ms(self) -> float:
         """Milliseconds between its events, which must be over; without events, of the host."""
@@ -75,12 +79,18 @@ class Span:
             return 1e3 * self.launch_s
         return float(self.begin.elapsed_time(self.end))
 
+    def waited_ms(self) -> float:
+        """Of ``ms``, what the device waited for the launch where it had nothing left to run before. At most."""
+        if self.before is None or self.begin is None or self.before.elapsed_time(self.begin) < _IDLE_MS:
+            return 0.0
+        return min(1e3 * self.launch_s, self.ms())
+
 
 class Spans:
     """Times calls on a device, of which nobody waits for the end.
 
     A span begins when the device comes to the call. Where the device waits for the host, it has the launch of the
-    call's first kernel in it.
+    call's kernels in it (``Span.waited_ms``).
 
     Attributes:
         timed: By events; else by the host's clock.
@@ -90,6 +100,7 @@ class Spans:
         self._device = torch.device(device)
         self.timed = is_accelerator(self._device) and _takes_timed_events(self._device)
         self._not_over: list[torch.Event] = []
+        self._last: torch.Event | None = None  # the end of the last call
 
     def begin(self) -> OpenSpan:
         event = self._recorded() if self.timed else None
@@ -101,7 +112,8 @@ class Spans:
             return Span(launch_s, None, None)
         event = self._recorded()
         self._not_over.append(event)
-        return Span(launch_s, opened.begin, event)
+        before, self._last = self._last, event
+        return Span(launch_s, opened.begin, event, before)
 
     def are_over(self) -> bool:
         """Whether the device has passed all of them. Asks, and does not wait."""

@@ -37,6 +37,7 @@ class Costs:
         dispatch_us: Microseconds that the tape adds to every forward op.
         record_us: Added besides to each op whose output is dropped or moved.
         replay_us: Added to each replayed op beyond the op's own time, and to each storage that is fetched.
+        move_us: Added besides to each storage that is fetched, for its way out and back.
         source: How the times were found, of ``SOURCES``.
         device_name: Where the times hold.
         links: By tier (``host``, ``disk``); of those that were asked for.
@@ -47,6 +48,7 @@ class Costs:
     dispatch_us: float = 0.0
     record_us: float = 0.0
     replay_us: float = 0.0
+    move_us: float = 0.0
     source: str = "measured"
     device_name: str = "cpu"
     links: Mapping[str, Link] = field(default_factory=dict)

@@ -228,6 +228,8 @@ def costs_to_dict(costs: Costs) -> dict:
     body = {"version": COSTS_VERSION, **vars(costs), "op_ms": list(costs.op_ms), "links": links}
     if costs.error_fraction is None:  # measured: as files were before there were estimates
         del body["error_fraction"]
+    if not costs.move_us:  # as files were before moves cost the host anything
+        del body["move_us"]
     return body
 
 
@@ -239,7 +241,7 @@ def costs_from_dict(body: Any) -> Costs:
     """
     check = _Checker("costs", "Measure again with lowtide.measure(graph).")
     if isinstance(body, dict):
-        body = {"error_fraction": None, **body}  # only estimates have one
+        body = {"error_fraction": None, "move_us": 0.0, **body}  # only some have them
     check.fields(body, Costs, COSTS_VERSION)
     check.that(body["source"] in SOURCES, "source", body["source"], " or ".join(SOURCES))
     return Costs(
@@ -247,6 +249,7 @@ def costs_from_dict(body: Any) -> Costs:
         dispatch_us=check.time("dispatch_us", body["dispatch_us"]),
         record_us=check.time("record_us", body["record_us"]),
         replay_us=check.time("replay_us", body["replay_us"]),
+        move_us=check.time("move_us", body["move_us"]),
         source=body["source"],
         device_name=check.text("device_name", body["device_name"]),
         links=_links(check, body["links"]),

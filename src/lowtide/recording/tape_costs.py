@@ -3,8 +3,9 @@
 A device runs behind the host that launches its kernels. As long as it has kernels left to run, nobody waits for what
 the host does besides. Where launching takes the host longer than the device needs, the step takes as long as the host.
 
-Numbers are in launches: a watched step shows what one takes on this host, whichever it is. ``benchmarks/host_time.py``
-has what they were taken from.
+Numbers are in launches: a watched step shows what one takes on this host, whichever it is. They were taken from GPT-2
+under plans of different budgets on the CUDA stand-in, and what a tensor costs that travels to host memory from a GPU
+(``benchmarks/gpu_loops.py``).
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from lowtide.graph.step_graph import StepGraph
 # In microseconds: an op of a plan with nothing to be done, seen by the tape or not; dropped besides; replayed.
 _SEEN_US, _UNSEEN_US, _RECORD_US, _REPLAY_US = 15.0, 2.0, 15.0, 10.0
 # In launches: an op of a plain step, with the Python of the model around it; what the tape adds.
-_FORWARD_OP, _BACKWARD_OP, _RECORD, _REPLAY = 1.0, 0.5, 7.5, 4.5
+_FORWARD_OP, _BACKWARD_OP, _RECORD, _REPLAY, _MOVE = 1.0, 0.5, 7.5, 4.5, 10.0
 _WORTH_TELLING_MS = 5.0
 _DROPPED_SHARE = 0.25  # of what autograd stores, in a plan that nobody has made yet
 
@@ -27,6 +28,7 @@ class TapeCosts(NamedTuple):
     dispatch_us: float
     record_us: float
     replay_us: float
+    move_us: float = 0.0
     host_ms: tuple[float, float] = (0.0, 0.0)
     device_ms: tuple[float, float] = (0.0, 0.0)
 
@@ -64,7 +66,8 @@ def tape_costs(graph: StepGraph, op_ms: Sequence[float], launch_us: float | None
     forward, backward = (_share_not_hidden(*ms) for ms in zip(host_ms, device_ms, strict=True))
     record_us = _RECORD_US + forward * max(0.0, _RECORD * launch_us - _RECORD_US)
     replay_us = _REPLAY_US + backward * max(0.0, _REPLAY * launch_us - _REPLAY_US)
-    return TapeCosts(dispatch_us, record_us, replay_us, host_ms, device_ms)
+    move_us = backward * _MOVE * launch_us
+    return TapeCosts(dispatch_us, record_us, replay_us, move_us, host_ms, device_ms)
 
 
 def _share_not_hidden(host_ms: float, device_ms: float) -> float:

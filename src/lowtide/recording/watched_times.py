@@ -1,7 +1,8 @@
 """What the ops of a watched step took: on a device by events that nobody waits for, read when they are over.
 
-Left out is the first run of each signature, in which kernels are loaded and compiled. Where an op ran only once, its
-time is what its work takes at the rate of the timed ops of its class, and never more than its one run took.
+Left out is the first run of each signature, in which kernels are loaded and compiled, and what the device waited for
+launches: a watched step is slow to launch its ops, and most find a device that has nothing to run. Where an op ran only
+once, its time is what its work takes at the rate of the timed ops of its class, and never more than its one run took.
 """
 
 import math
@@ -23,6 +24,8 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.recording.tape_costs import tape_costs
 
 _T = TypeVar("_T")
+_MOST_WAITED = 0.75  # of what spans took: beyond that nobody can tell a launch from a kernel
+_LEAST_SHARE = 0.1  # of its span is an op's own
 
 
 class WatchedTimes:
@@ -68,14 +71,21 @@ class WatchedTimes:
 
     def milliseconds(self, graph: StepGraph) -> list[float]:
         """By op. Where they are not known yet: of the launches."""
-        known = self.are_known()
-        again = _medians(self._again, known=known)
-        first = _medians(self._first, known=known)
+        took = self._took()
+        again, first = _medians(self._again, took), _medians(self._first, took)
         if self._on_device:
             first = {s: ms for s, ms in first.items() if s not in again}
             first |= _by_rate(graph, first, again)
         by_signature = {**first, **again, **graph.recorded_ms}
         return graph.with_completions([by_signature.get(op.signature, 0.0) for op in graph.ops])
+
+    def _took(self) -> Callable[[Span], float]:
+        """Milliseconds of a span, without waits; with them where they are most of all: launching may run a kernel."""
+        if not self.are_known():
+            return _launch_ms
+        spans = [span for of_signature in self._again.values() for span in of_signature]
+        waited_ms = sum(span.waited_ms() for span in spans)
+        return _kernel_ms if waited_ms < _MOST_WAITED * sum(span.ms() for span in spans) else Span.ms
 
     def why_of_launches(self, graph: StepGraph) -> str:
         """Which times of ``graph`` are of launches alone, in a sentence; "" where none is."""
@@ -101,6 +111,7 @@ def costs_of(graph: StepGraph, times: WatchedTimes) -> Costs:
         dispatch_us=tape.dispatch_us,
         record_us=tape.record_us,
         replay_us=tape.replay_us,
+        move_us=tape.move_us,
         source="watched",
         device_name=device_name(graph.device),
     )
@@ -115,11 +126,17 @@ def _op_ms(graph: StepGraph, times: WatchedTimes) -> Sequence[float]:
     return estimate(graph, device=values_off.times_of).op_ms if values_off.times_of else times.milliseconds(graph)
 
 
-def _medians(spans: Mapping[int, list[Span]], *, known: bool) -> dict[int, float]:
-    return {
-        signature: statistics.median(span.ms() if known else 1e3 * span.launch_s for span in of_signature)
-        for signature, of_signature in spans.items()
-    }
+def _launch_ms(span: Span) -> float:
+    return 1e3 * span.launch_s
+
+
+def _kernel_ms(span: Span) -> float:
+    ms = span.ms()
+    return max(ms - span.waited_ms(), _LEAST_SHARE * ms)
+
+
+def _medians(spans: Mapping[int, list[Span]], took: Callable[[Span], float]) -> dict[int, float]:
+    return {signature: statistics.median(map(took, of_signature)) for signature, of_signature in spans.items()}
 
 
 def _by_rate(graph: StepGraph, once: Mapping[int, float], timed: Mapping[int, float]) -> dict[int, float]:

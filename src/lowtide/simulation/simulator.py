@@ -135,7 +135,7 @@ def simulate_actions(
     transfers = time_transfers(step.offload.log, graph.ops, costs, references)
     if transfers:
         num_fetched = sum(what == STARTED for what, _, _ in step.offload.log)
-        extra_ms += sum(t.waited_ms for t in transfers) + costs.replay_us / 1e3 * num_fetched
+        extra_ms += sum(t.waited_ms for t in transfers) + (costs.replay_us + costs.move_us) / 1e3 * num_fetched
     return Timeline(
         peak_bytes=max(step.event_peak_bytes, default=graph.start_bytes),
         step_ms=costs.plain_step_ms + extra_ms,

@@ -132,5 +132,5 @@ def time_transfers(
             waited = max(0.0, transfer.end_ms - now)
             now += waited
             found[key] = transfer._replace(waited_ms=transfer.waited_ms + waited)
-            now += costs.replay_us / 1e3 if what == NEEDED else 0.0
+            now += (costs.replay_us + costs.move_us) / 1e3 if what == NEEDED else 0.0
     return tuple(found.values())

@@ -1,9 +1,10 @@
 """Lengths of a CTC loss, where a dispatch mode looks on.
 
-``torch.ctc_loss`` with lengths as tensors reads them on the host and goes on with numbers, wherever they lie. Under a
-dispatch mode, anybody's, it goes on with the tensors, and on a device those of the host raise: "Expected all tensors to
-be on the same device". They are brought to the device here: the kernel is the same, and so are the bits. Where cuDNN
-would take the loss it gets numbers, as it would have.
+``torch.ctc_loss`` with lengths as tensors reads them on the host and goes on with numbers, wherever they lie, unless a
+vendor's kernel takes the tensors. Under a dispatch mode, anybody's, it goes on with the tensors, and on a device those of
+the host raise: "Expected all tensors to be on the same device". They are brought to the device here: the kernel is the
+same, and so are the bits. Where the vendor's kernel would take the loss with numbers it gets those, from wherever they
+lie: another kernel has other bits.
 """
 
 from typing import Any
@@ -27,13 +28,19 @@ def take_away() -> None:
 def _ctc_loss(
     log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, *args: Any, **kwargs: Any
 ) -> Any:
-    lengths = [input_lengths, target_lengths]
-    if num_modes() and all(map(_is_on_host, lengths)) and not _is_on_host(log_probs):
+    lengths, uses_vendors = [input_lengths, target_lengths], torch._use_cudnn_ctc_loss
+    if num_modes() and all(map(_can_be_read, lengths)) and not _is_on_host(log_probs):
         with _disable_current_modes():
-            numbers = [length.tolist() for length in lengths]
-            own_kernel = not torch._use_cudnn_ctc_loss(log_probs, targets, *numbers, blank)
-        lengths = [length.to(log_probs.device) for length in lengths] if own_kernel else numbers
+            on_host = any(map(_is_on_host, lengths))
+            if on_host or not uses_vendors(log_probs, targets, *lengths, blank):
+                numbers = [length.tolist() for length in lengths]
+                own_kernel = not uses_vendors(log_probs, targets, *numbers, blank)
+                lengths = [length.to(log_probs.device) for length in lengths] if own_kernel else numbers
     return _own(log_probs, targets, *lengths, blank, *args, **kwargs)
+
+
+def _can_be_read(value: Any) -> bool:
+    return type(value) is torch.Tensor and not value.is_meta
 
 
 def _is_on_host(value: Any) -> bool:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.gpu import is_gpus
 from support.online_steps import Steps, online, recorded, recording_of, under
 from support.random_programs import draw
 from support.training_steps import differing, outcome, plain
@@ -75,7 +76,8 @@ def test_a_first_step_keeps_its_budget_bit_for_bit(name, share):
     assert tape.problem == ""
     largest = 4 * 8 * 32 * 32 * 4 if name == "conv net" else 0  # where not even one proof fits beside what lives
     assert tape.live.peak <= 1.02 * budget + largest + tape.releaser.over_bytes
-    assert tape.releaser.over_bytes == 0 or share < 0.5  # below, the step may need more
+    of_kernels = name == "conv net" and is_gpus(batch.device)  # whose workspaces are no tensors of the step
+    assert tape.releaser.over_bytes == 0 or share < 0.5 or of_kernels  # below, the step may need more
 
 
 class Functional(nn.Module):
@@ -120,10 +122,10 @@ class Messages(nn.Module):
 
 
 @pytest.mark.parametrize("share", [0.5, 0.36])
-def test_room_is_left_for_proofs_that_take_more_than_what_they_prove(share, monkeypatch):
+def test_room_is_left_for_proofs_that_take_more_than_what_they_prove(share, monkeypatch, repeated):
     model, (source, target) = Messages(), torch.randint(0, 300, (2, 2000))
     batch = torch.randn(300, 32), source, target
-
+    repeated(lambda: [t for t in plain(model, batch).values() if t is not None])
     budget = share * live_of_plain(model, batch)
 
     found, tape = online(model, batch, budget)
