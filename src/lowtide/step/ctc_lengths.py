@@ -1,10 +1,10 @@
 """Lengths of a CTC loss, where a dispatch mode looks on.
 
 ``torch.ctc_loss`` with lengths as tensors reads them on the host and goes on with numbers, wherever they lie, unless a
-vendor's kernel takes the tensors. Under a dispatch mode, anybody's, it goes on with the tensors, and on a device those of
-the host raise: "Expected all tensors to be on the same device". They are brought to the device here: the kernel is the
-same, and so are the bits. Where the vendor's kernel would take the loss with numbers it gets those, from wherever they
-lie: another kernel has other bits.
+vendor's kernel takes the tensors. Under a dispatch mode, anybody's, it goes on with the tensors, and on a device those
+of the host raise: "Expected all tensors to be on the same device". They are brought to the device here: the kernel is
+the same, and so are the bits. Where the vendor's kernel would take the loss with numbers it gets those, from wherever
+they lie: another kernel has other bits.
 """
 
 from typing import Any
