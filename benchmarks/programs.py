@@ -85,6 +85,7 @@ def _case(program: Program, kind: str, packages: str, python: str, steps: int) -
         folder = Path(made)
         environment = _environment(packages) | {"LOWTIDE_CACHE_DIR": str(folder / "plans")} | dict(program.variables)
         environment["LOWTIDE_ALLOCATION_COUNTER"] = str(cache_dir() / "counter")  # from the first step on
+        environment["LOWTIDE_PLANNED_OPS"] = str(cache_dir() / "planned_ops")
         built = subprocess.run([python, "-c", _COUNTER], env=environment, check=True, capture_output=True, text=True)
         for file in [HERE / "tiny_model.py", *([FILES / program.prepare] if program.prepare else [])]:
             subprocess.run([python, file, str(folder)], env=environment, check=True, capture_output=True)

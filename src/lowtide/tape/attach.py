@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.device import planned_ops
 from lowtide.errors import PlanMismatchError
 from lowtide.options import Offload, names_checked, offload_policy
 from lowtide.plan import COMPILED, Plan
@@ -170,6 +171,7 @@ def apply(model: nn.Module, plan: Plan, *, offload: Offload | None = None) -> It
     policy = offload_policy(offload)
     model = unwrapped(model)
     check_plan_fits(model, plan)
+    planned_ops.prepare()
     with applied(model, plan, open_tiers(plan, policy)) as found:
         yield found
 
