@@ -1,5 +1,6 @@
 """A step that takes more than the budget: one line at once, and then what was asked for."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -10,6 +11,7 @@ from support.watched_training import Layered, batch_of, resident_bytes, same, tr
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.training import excess
+from lowtide.training.step_memory import StepMemory
 from lowtide.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread", "counter_is_there")
@@ -66,6 +68,28 @@ def test_a_step_over_the_budget_is_told_at_once_with_its_bytes_and_once_a_kind(c
         in (lines_of(caplog)[0])
     )
     assert status.over_budget_steps and status.budget_bytes == training.budget
+
+
+@pytest.mark.parametrize("told_when_made", [False, True])
+def test_what_is_foreseen_only_when_the_step_begins_is_told_as_well(told_when_made, caplog, monkeypatch):
+    """What an allocator holds by then can make it count more; the plan's own line did not say so."""
+    training, begin_step = Training(), StepMemory.begin_step
+
+    def foreseeing(self, step):
+        begin_step(self, step)
+        if step is not None:
+            step.plan = dataclasses.replace(step.plan, predicted_counted_peak_bytes=training.budget + 4 * MIB)
+            if told_when_made:
+                step.told_peak_bytes = step.plan.measurable_peak_bytes
+
+    monkeypatch.setattr(StepMemory, "begin_step", foreseeing)
+    with training.fit as fit, caplog.at_level(logging.WARNING, "lowtide"):
+        training.steps(2)
+        assert fit.status().over_budget_steps
+    lines = [line for line in lines_of(caplog) if "under its plan" in line]
+
+    assert len(lines) == (not told_when_made)
+    assert told_when_made or "steps before it left the allocator larger blocks" in lines[0]
 
 
 def test_without_the_look_at_it_the_same_step_is_silent(caplog, monkeypatch):

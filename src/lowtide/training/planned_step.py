@@ -35,6 +35,7 @@ class PlannedStep:
         fits_beside_bytes: So much was on the device before a step with gradients, and the plan fitted beside it.
         num_nodes: Of autograd, by each call: what the watched step made, else the first real step that matched.
         kind: Of the watched step; None: there was none, or later steps took more than the plan is worth.
+        told_peak_bytes: What was said of the plan when it was made. What is foreseen later, nobody was told.
     """
 
     plan: Plan
@@ -53,6 +54,10 @@ class PlannedStep:
     fits_beside_bytes: int = 0
     num_nodes: Mapping[int, int] = field(default_factory=dict)
     kind: int | None = None
+    told_peak_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.told_peak_bytes = self.plan.measurable_peak_bytes
 
     @property
     def is_derived(self) -> bool:

@@ -268,8 +268,8 @@ class StepMemory:
             elif step is None:
                 self.excess.note(WHOLE, peak, why_no_plan or "it has no plan", acts=acts)
             elif ran_plan and counted is not None:
-                why, predicted = self._cause_under(step, is_shared), step.plan.measurable_peak_bytes
-                self.excess.note(PLANNED, peak, why, predicted_bytes=predicted, acts=acts)
+                why = self._cause_under(step, peak, is_shared)
+                self.excess.note(PLANNED, peak, why, predicted_bytes=step.told_peak_bytes, acts=acts)
         self._online_bytes, self._online_cause = 0, ""
         return peak
 
@@ -282,12 +282,14 @@ class StepMemory:
                 self.excess.note(ONLINE, peak, self._online_cause, acts=False)
         self._online_bytes, self._online_cause = 0, ""
 
-    def _cause_under(self, step: PlannedStep, is_shared: bool) -> str:
+    def _cause_under(self, step: PlannedStep, peak: int, is_shared: bool) -> str:
         """Why a step under this plan took more than the plan says."""
         if is_shared:
             return "another model's step or backward ran in it, and is counted too"
         if step.tape.proved:
             return "ops that nobody had proven ran twice in it"
+        if peak <= step.plan.measurable_peak_bytes + OWN_BYTES:
+            return "steps before it left the allocator larger blocks than the plan was made for"
         return "something was there that the plan does not know, or sizes were others"
 
     def judge_planned(self, step: PlannedStep, peak: int) -> None:
