@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import weakref
 from collections import Counter
 from contextlib import nullcontext
 
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from lowtide import pytorch_internals
 from lowtide.device import planned_ops
-from lowtide.tape import followed_ops
 from lowtide.tape.followed_ops import FollowedOps
 from lowtide.tape.planned_bytes import PlannedBytes
 from lowtide.tape.program import program_of
@@ -213,18 +211,19 @@ def test_another_tape_takes_its_place_and_the_first_one_knows_how_far_it_had_got
     modes = object(), object()
     first, second = (FollowedOps(mode) for mode in modes)
     if not leaves:
-        monkeypatch.setattr(followed_ops, "_all", weakref.WeakValueDictionary())
+        monkeypatch.setattr(FollowedOps, "end", lambda self: None)
     call, other = Open(), Open()
     planned = next(call for call in program_of(plan).calls if len(call.ops) > 4)
-    first.start_here(None)
+    first.start_here(program_of(plan), None)
     first.begin(call, planned)
     planned_ops.position().next = 3
-    second.start_here(None)
+    second.start_here(program_of(plan), None)
     second.begin(other, planned)
     planned_ops.position().next = 1
     first.catch_up()
 
     assert call.next == (3 if leaves else 1) and first.is_on is not leaves
+    monkeypatch.undo()
 
 
 class Open:
@@ -234,8 +233,9 @@ class Open:
 def test_a_tape_that_goes_leaves_nothing_behind():
     mode = object()
     followed = FollowedOps(mode)
-    planned = next(call for call in program_of(model_and_plan()[2]).calls if len(call.ops) > 4)
-    followed.start_here(None)
+    program = program_of(model_and_plan()[2])
+    planned = next(call for call in program.calls if len(call.ops) > 4)
+    followed.start_here(program, None)
     followed.begin(Open(), planned)
     place = planned_ops.position()
     assert place.call

@@ -25,6 +25,7 @@ class Position(ctypes.Structure):
         more_bytes: So much more than planned may be counted; where more is, an op is Python's,
         unsplit_bytes: but where no more is beyond that, only some are.
         num_beyond: Ops at which more was.
+        owner: Who wrote it last, for Python alone.
     """
 
     _fields_ = (
@@ -44,6 +45,10 @@ class Position(ctypes.Structure):
     more_bytes: int
     unsplit_bytes: int
     num_beyond: int
+    owner: Any = None
+
+
+_positions: dict[int, Position] = {}  # by address: one object for each, which knows its owner
 
 
 def prepare(*, waits: bool = False) -> None:
@@ -63,8 +68,12 @@ def is_there() -> bool:
 
 
 def position() -> Position:
-    """Of this thread, for as long as the process lives."""
-    return Position.from_address(NATIVE.loaded.lowtide_ops_position())
+    """Of this thread, for as long as the process lives: always the same object."""
+    address = NATIVE.loaded.lowtide_ops_position()
+    found = _positions.get(address)
+    if found is None:
+        found = _positions[address] = Position.from_address(address)
+    return found
 
 
 def known_ops(ops: Sequence[OpOverload | None], live_bytes: Sequence[int]) -> int:

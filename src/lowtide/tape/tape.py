@@ -370,7 +370,7 @@ class Tape(SwitchedMode):
             return
         if self._followed is None:
             self._followed = FollowedOps(self)
-        self._followed.start_here(self.planned_bytes)
+        self._followed.start_here(self.program, self.planned_bytes)
 
     def _follow(self, call: _OpenCall) -> None:
         """From here on the ops that are to come are those of ``call``."""
@@ -499,8 +499,9 @@ class Tape(SwitchedMode):
             if not torch.is_grad_enabled():  # the optimizer's work between two steps
                 return func(*args, **(kwargs or {}))
             self._next_step()
-        self._catch_up()
-        call = self._call
+        call, followed = self._call, self._followed
+        if followed is not None and followed.is_on:  # as ``_catch_up``: this runs for each op
+            call.next = followed.position.next
         planned = call.planned
         if planned is not None:
             if not planned.has_actions and not self.matches_all:
@@ -511,7 +512,9 @@ class Tape(SwitchedMode):
                     bytes_now = self.planned_bytes
                     if bytes_now is not None and bytes_now.is_passed(op.number, has_run=False):
                         return self._run_beyond_plan(func, args, kwargs or {})
-                    self._advance(call, call.next + 1)
+                    call.next += 1
+                    if followed is not None and followed.is_on:
+                        followed.position.next = call.next
                     if op.drops:
                         result = self._record(op, args, kwargs or {})
                     elif op.completes_inplace is not None:
