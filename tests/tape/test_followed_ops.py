@@ -167,6 +167,20 @@ def test_ops_of_a_backward_are_none_of_the_plan():
     assert mode.found["aten.cos.default"] == mode.found["aten.mul.Tensor"] == 1
 
 
+def test_ops_under_a_mode_that_is_not_the_tapes_are_pythons():
+    mode, another, x = Counting(), Counting(), torch.randn(4)
+    call = planned_ops.known_ops([torch.ops.aten.cos.default], [0])
+    place = planned_ops.position()
+    for whose in (another, mode):
+        with mode:
+            place.mode, place.next, place.live_bytes, place.call = id(whose), 0, None, call
+            x.cos()
+        place.call = None
+    planned_ops.forget(call)
+
+    assert mode.found["aten.cos.default"] == 1
+
+
 class Twice(nn.Module):
     """Calls another model in the middle of its own ops."""
 
