@@ -46,11 +46,18 @@ def test_a_loss_with_lengths_anywhere_has_the_bits_of_the_plain_one(cuda, length
     assert torch.ctc_loss is ctc_lengths._own
 
 
-@pytest.mark.parametrize("takes, given", [("numbers", list), ("tensors", torch.Tensor), ("nothing", torch.Tensor)])
+@pytest.mark.parametrize(
+    "takes, given", [("numbers", list), ("tensors", torch.Tensor), ("nothing", torch.Tensor), ("", torch.Tensor)]
+)
 def test_lengths_on_the_device_go_to_the_kernel_that_takes_them_without_a_mode(cuda, monkeypatch, takes, given):
-    """cuDNN takes numbers where targets lie on the host, and its bits are not those of PyTorch's own kernel."""
+    """cuDNN takes numbers where targets lie on the host, and its bits are not those of PyTorch's own kernel.
+
+    No name: a device that has no such kernel, and does not know the question.
+    """
 
     def uses_cudnn(scores, targets, inputs, lengths, blank):
+        if not takes:
+            raise NotImplementedError
         return takes == ("tensors" if isinstance(inputs, torch.Tensor) else "numbers")
 
     found = []

@@ -28,15 +28,23 @@ def take_away() -> None:
 def _ctc_loss(
     log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, *args: Any, **kwargs: Any
 ) -> Any:
-    lengths, uses_vendors = [input_lengths, target_lengths], torch._use_cudnn_ctc_loss
+    lengths = [input_lengths, target_lengths]
     if num_modes() and all(map(_can_be_read, lengths)) and not _is_on_host(log_probs):
         with _disable_current_modes():
             on_host = any(map(_is_on_host, lengths))
-            if on_host or not uses_vendors(log_probs, targets, *lengths, blank):
+            if on_host or not _is_vendors(log_probs, targets, *lengths, blank):
                 numbers = [length.tolist() for length in lengths]
-                own_kernel = not uses_vendors(log_probs, targets, *numbers, blank)
+                own_kernel = not _is_vendors(log_probs, targets, *numbers, blank)
                 lengths = [length.to(log_probs.device) for length in lengths] if own_kernel else numbers
     return _own(log_probs, targets, *lengths, blank, *args, **kwargs)
+
+
+def _is_vendors(*arguments: Any) -> bool:
+    """Whether the vendor's kernel takes the loss. On most devices there is none, and nobody to ask."""
+    try:
+        return bool(torch._use_cudnn_ctc_loss(*arguments))
+    except NotImplementedError:
+        return False
 
 
 def _can_be_read(value: Any) -> bool:

@@ -1,9 +1,11 @@
 """What lives after each op of a planned step, and whether so much more does that the step will not keep its budget.
 
-Sizes may depend on data, and a batch may hide them in an object: then a step runs the planned ops, and takes more.
-What lives is looked at where a module call begins or ends, and before ops that the tape sees: where half a tolerance
-more was to be made since the last look, and every eighth op. An allocator counts a large block whole, also what
-nobody asked for of it: that is no sign of other sizes, and which block it takes depends on what ran before.
+Sizes may depend on data, and a batch may hide them in an object: then a step runs the planned ops, and takes more. What
+lives is looked at where a module call begins or ends, and before ops that the tape sees: where half a tolerance more
+was to be made since the last look, and every eighth op. Ops that run without the tape (``followed_ops.py``) are looked
+at one by one, in C++, and are the tape's where more lives than may without a closer look. An allocator counts a large
+block whole, also what nobody asked for of it: that is no sign of other sizes, and which block it takes depends on what
+ran before.
 """
 
 from collections.abc import Callable, Sequence
