@@ -2,16 +2,18 @@
 
 import pytest
 import torch
-from support.watched_training import Layered, adamw_bytes, batch_of, bytes_of, resident_bytes
+from support.watched_training import Layered, activation_bytes, adamw_bytes, batch_of, bytes_of, resident_bytes
 from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.planning.planner_process import PlannerProcess
 from lowtide.recording.recorder import Recorder
 from lowtide.step import optimizer_steps
 from lowtide.step.optimizer_group import OptimizerGroup
 from lowtide.step.optimizer_state import checked_optimizer, existing_state_bytes, optimizer_bytes
 from lowtide.training.budget import StepBudget
+from lowtide.training.plans_by_shape import PlansByShape
 from lowtide.training.training_optimizers import TrainingOptimizers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,6 +64,39 @@ def test_state_of_an_optimizer_that_nobody_passed_is_part_of_the_plan(monkeypatc
     monkeypatch.setattr(TrainingOptimizers, "_note", lambda self, optimizer: None)
     peaks, state = fitted()
     assert state == 0 and max(peaks[2:]) > budget
+
+
+@pytest.mark.parametrize("kind", ["bytes", "share"])
+def test_what_accumulated_steps_ask_for_before_the_first_optimizer_step_is_planned_with_its_state(monkeypatch, kind):
+    """Not first a plan that knows nothing of the state, which no step may run under."""
+    asked: list[tuple[int, int | str | None]] = []
+    submit = PlannerProcess.submit
+
+    def noted(planner, request):
+        asked.append((request.graph.resident["optimizer"], request.budget))
+        return submit(planner, request)
+
+    monkeypatch.setattr(PlannerProcess, "submit", noted)
+    monkeypatch.setattr(PlansByShape, "correct_state", lambda *_: pytest.fail("a plan knew nothing of the state"))
+    model, batch = Layered(), batch_of()
+    after, state = with_adamw(model), adamw_bytes(model.parameters())
+    budget = 2 * resident_bytes(model) + state + batch.nbytes + int(0.5 * activation_bytes(model, batch))
+    with lowtide.fit(model, budget=budget if kind == "bytes" else "50%") as fit:
+
+        def accumulated() -> None:
+            for _ in range(2):
+                model(batch).square().mean().backward()
+            after()
+
+        accumulated()
+        model(batch)  # what is asked for is planned with the state from here on
+        fit.wait()
+        accumulated()
+        assert fit.status().planned_steps and fit.graph.resident["optimizer"] == state
+    (before, first_budget), *later = asked
+    assert before == 0 and later
+    expected = budget if kind == "bytes" else first_budget + state
+    assert later == [(state, expected)] * len(later)
 
 
 def test_an_optimizer_of_another_model_is_none_of_this_one():

@@ -1,6 +1,7 @@
 """Results that are computed once per graph and dropped together with it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -27,3 +28,14 @@ def once_per_graph(function: Callable[[StepGraph], T]) -> Callable[[StepGraph], 
         return memo[function]
 
     return remembered
+
+
+def with_resident(graph: StepGraph, part: str, size_bytes: int) -> StepGraph:
+    """The step that holds so much of ``part``, as ``StepGraph.resident`` names it: the same graph each time."""
+    if graph.resident.get(part, 0) == size_bytes:
+        return graph
+    memo, key = memo_of(graph), (with_resident, part, size_bytes)
+    if key not in memo:
+        memo[key] = replace(graph, resident=graph.resident | {part: size_bytes})
+    changed: StepGraph = memo[key]
+    return changed

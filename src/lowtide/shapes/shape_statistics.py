@@ -6,7 +6,7 @@ plan is about forward ops.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lowtide.graph.costs import Costs
 from lowtide.graph.step_graph import StepGraph
@@ -56,6 +56,12 @@ class ShapeStatistics:
     def forget(self, like: CallShape) -> None:
         """The model has changed: what was watched of steps that are called like this one is worth nothing."""
         self._families = [family for family in self._families if family.patterns[0] != like.pattern]
+        self._forget_answers()
+
+    def change_graphs(self, changed: Callable[[StepGraph], StepGraph]) -> None:
+        """Watched steps are of ``changed`` graphs, whose structure is the same."""
+        for family in self._families:
+            family.change_graphs(changed)
         self._forget_answers()
 
     def _forget_answers(self) -> None:

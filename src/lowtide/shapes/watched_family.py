@@ -4,8 +4,8 @@ Not every example suits every question. Kernels choose workspaces by thresholds,
 polynomials of all others. So where all examples together confirm nothing, those nearest to the shape are asked.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lowtide.graph.costs import Costs
@@ -62,6 +62,11 @@ class ShapeExamples:
         before, self._dimensions = self._dimensions, varying_dimensions([[e.sizes] for e in self._examples])
         if before is None or before.groups != self._dimensions.groups:
             self._parts.clear()
+
+    def change_graphs(self, changed: Callable[[StepGraph], StepGraph]) -> None:
+        """The examples are of ``changed`` graphs, whose structure is the same."""
+        self._examples = [replace(e, graph=changed(e.graph)) for e in self._examples]
+        self._parts.clear()
 
     def mistaken(self, first: Vector) -> None:
         """A graph derived for ``first`` was wrong: beyond the examples nothing is derived any more, or nothing."""

@@ -66,11 +66,11 @@ class KnownSteps:
             known = replace(known, graph=graph, flags=program.flags, proven_ops=frozenset(program.proven_ops))
         self._by_shapes[shapes] = known
 
-    def change_graphs(self, pattern: str, changed: Callable[[StepGraph], StepGraph]) -> None:
-        """Graphs of steps that start with calls of ``pattern`` are ``changed``; their ops are the same."""
+    def change_graphs(self, changed: Callable[[str, StepGraph], StepGraph]) -> None:
+        """As ``PlanQueue`` does; the ops of all graphs are the same."""
         for shapes, known in self._by_shapes.items():
-            if shapes[0].pattern == pattern and known.graph is not None:
-                self._by_shapes[shapes] = replace(known, graph=changed(known.graph))
+            if known.graph is not None:
+                self._by_shapes[shapes] = replace(known, graph=changed(shapes[0].pattern, known.graph))
 
     def clear(self) -> None:
         self._by_shapes.clear()

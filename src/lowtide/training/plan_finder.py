@@ -28,6 +28,7 @@ class PlanFinder:
         self._budget, self._plans_by_shape, self._memory = budget, plans_by_shape, memory
         self._past, self._reasons = past, reasons
         self._was_sharded = plans_by_shape.is_sharded
+        self._num_stepped = 0  # optimizers, whose state is known
 
     def why_lost(self, model: nn.Module) -> str:
         """Why nothing is known any more of where the parameters are; "" as long as it is."""
@@ -57,6 +58,7 @@ class PlanFinder:
             within = other.plan.predicted_peak_bytes <= budget.limit_bytes
             return within and not memory.outgrown_bytes(model, other)
 
+        self._note_state()
         of_shape = found = plans_by_shape.plan_for(shape)
         if looks:
             found = plans_by_shape.best_that_fits(shape, of_shape, fits)
@@ -81,3 +83,12 @@ class PlanFinder:
         )
         plans_by_shape.plan_anew(found, more, budget.limit_bytes)
         return None
+
+    def _note_state(self) -> None:
+        """Where an optimizer has stepped for the first time, what was asked for before knows nothing of its state."""
+        budget = self._budget
+        if budget.optimizers.num_stepped == self._num_stepped:
+            return
+        self._num_stepped = budget.optimizers.num_stepped
+        budget.follow_state()
+        self._plans_by_shape.note_state(budget.lasting_state_bytes(), budget.limit_bytes)

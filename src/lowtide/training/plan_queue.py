@@ -101,11 +101,11 @@ class PlanQueue:
             self.asked.pending.abandon()
         self.asked = None
 
-    def change_graphs(self, pattern: str, changed: Callable[[StepGraph], StepGraph]) -> None:
-        """Requests for steps that start with calls of ``pattern`` are for ``changed`` graphs of theirs from now on."""
+    def change_graphs(self, changed: Callable[[str, StepGraph], StepGraph]) -> None:
+        """Requests are for ``changed(pattern, graph)`` from now on, ``pattern`` of the first call of their steps."""
 
         def now(shapes: Shapes, request: PlanRequest) -> PlanRequest:
-            graph = changed(request.graph) if shapes[0].pattern == pattern else request.graph
+            graph = changed(shapes[0].pattern, request.graph)
             return request if graph is request.graph else replace(request, graph=graph)
 
         if (asked := self.asked) is not None and now(asked.shapes, asked.request) is not asked.request:

@@ -16,6 +16,7 @@ from functools import partial
 from lowtide.errors import BudgetInfeasibleError, LowtideError, TierError
 from lowtide.graph.costs import Costs
 from lowtide.graph.gradients import with_gradients_before, with_gradients_made
+from lowtide.graph.memo import with_resident
 from lowtide.graph.step_graph import StepGraph
 from lowtide.options import FitOptions
 from lowtide.plan import Plan
@@ -247,8 +248,22 @@ class PlansByShape:
                 if adds:
                     self._at_hand.let_go(planned)
                 self._ask_of(planned, graph)
-        self._known.change_graphs(pattern, as_steps_are)
-        self._queue.change_graphs(pattern, as_steps_are)
+        self._change_graphs(lambda of, graph: as_steps_are(graph) if of == pattern else graph)
+
+    def note_state(self, state_bytes: int, budget_bytes: int) -> None:
+        """An optimizer has stepped for the first time: all together keep that. What is planned from now on knows it.
+
+        Plans that are there are looked at when a step begins under them; see ``correct_state``.
+        """
+        if budget_bytes != self._budget_bytes and self._budget_bytes is not None:
+            self.change_budget(budget_bytes)
+        self._statistics.change_graphs(lambda graph: with_resident(graph, "optimizer", state_bytes))
+        self._change_graphs(lambda _, graph: with_resident(graph, "optimizer", state_bytes))
+
+    def _change_graphs(self, changed: Callable[[str, StepGraph], StepGraph]) -> None:
+        """What is known and asked for is of ``changed(pattern, graph)``, whose forward ops are the same."""
+        self._known.change_graphs(changed)
+        self._queue.change_graphs(changed)
         self._ask_next()
 
     def note_step(self, planned: PlannedStep, num_nodes: Mapping[int, int], *, diverged: bool) -> None:
@@ -395,9 +410,7 @@ class PlansByShape:
 
     def _with_resident(self, planned: PlannedStep, part: str, more_bytes: int) -> StepGraph:
         """The graph of ``planned`` with so much more of ``part``; what is proven of its ops is proven there."""
-        resident = dict(planned.graph.resident)
-        resident[part] = resident.get(part, 0) + more_bytes
-        graph = replace(planned.graph, resident=resident)
+        graph = with_resident(planned.graph, part, planned.graph.resident.get(part, 0) + more_bytes)
         self._known.follow(planned, planned.shapes, graph)
         return graph
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from lowtide.device.streams import synchronize
+from lowtide.graph.memo import with_resident
 from lowtide.graph.step_graph import StepGraph
 from lowtide.recording.step_recording import StepRecording
 from lowtide.recording.watched_times import WatchedTimes, costs_of, why_of_host
@@ -147,7 +148,7 @@ class RecordedSteps:
         """With what an optimizer that nobody had passed keeps, if it has stepped since ``graph`` was recorded."""
         if graph.resident["optimizer"] or not (state_bytes := self._budget.lasting_state_bytes()):
             return graph
-        return replace(graph, resident={**graph.resident, "optimizer": state_bytes})
+        return with_resident(graph, "optimizer", state_bytes)
 
     def _why_unlike_later_ones(self, step: RunningStep, recording: StepRecording, model: nn.Module) -> str:
         """Why later steps take other memory than was recorded; "" if they do not.

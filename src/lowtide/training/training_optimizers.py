@@ -28,6 +28,11 @@ class TrainingOptimizers:
         """Nobody has passed one, and none has stepped."""
         return self._given is None and not self._stepped
 
+    @property
+    def num_stepped(self) -> int:
+        """How many different ones have stepped so far."""
+        return len(self._stepped)
+
     def all(self) -> Any:
         """What ``optimizer_bytes`` and its like take: one optimizer, several, a name, or None."""
         found = [optimizer for reference in self._stepped if (optimizer := reference()) is not None]
