@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
