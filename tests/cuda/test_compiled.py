@@ -97,6 +97,17 @@ def test_layers_split_over_two_ranks_are_planned_inside_and_send_no_more(monkeyp
         assert -exact <= told["predicted"] - told["measured"] <= told["margin"] + exact
 
 
+@pytest.mark.slow
+def test_a_step_that_a_cuda_graph_captures_runs_under_the_plan_that_is_there_and_else_is_refused(tmp_path):
+    (line,) = lines_of(tmp_path, script="captured_on_cuda.py")
+
+    assert len(line["refused"]) == 2, "before the first step, and of inputs that no step had"
+    assert all("while a CUDA graph is captured" in told for told in line["refused"])
+    assert line["steps_captured"] == 0, "nothing is watched, counted or planned in a capture"
+    assert line["in_force"] and line["variants"] != ["plain"] and line["reason"] == ""
+    assert line["later_planned_steps"] == 1
+
+
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()

@@ -29,6 +29,7 @@ from lowtide.compiled.softmax_gradients import SoftmaxGradients
 from lowtide.compiled.step_plan import StepPlanner
 from lowtide.device import allocation_counter, values_off
 from lowtide.device.names import is_accelerator
+from lowtide.device.streams import is_captured
 from lowtide.errors import BudgetInfeasibleError, PlanMismatchError, UnsupportedModelError
 from lowtide.pytorch_internals import COMPILED, is_unchecked, why_unchecked
 from lowtide.recording.finished_graph import resident_bytes
@@ -289,6 +290,8 @@ class CompiledModel(nn.Module):
         session: Session = self._session
         if not torch.is_grad_enabled():
             return self._call_model(*args, **kwargs)
+        if is_captured(self._device):
+            return self._captured(shapes_of(args, kwargs, self._model), args, kwargs)
         self._plan_watched()
         self._keep_budget()
         self._find_held_gradients()
@@ -312,9 +315,7 @@ class CompiledModel(nn.Module):
             if plan is None and shapes not in self._unplanned:
                 outputs = self._watched(shapes, args, kwargs)
             else:
-                session.variants = {} if plan is None else plan.layers  # none: each runs its leanest
-                session.shapes = {} if plan is None else self._planners[planned_as].shapes
-                outputs = self._call_model(*args, **kwargs)
+                outputs = self._as_planned(planned_as, args, kwargs)
         if session.seen_by_a_mode:
             self._counted.leave_plan(SEEN_BY_A_MODE)
             self._notices.say(SEEN_BY_A_MODE)
@@ -326,6 +327,34 @@ class CompiledModel(nn.Module):
                 self._alone.add(shapes)
             self._lose_plan(shapes, session.not_as_planned)
         self._follow_backward(shapes, outputs)
+        return outputs
+
+    def _as_planned(self, shapes: InputShapes, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call by the plan for ``shapes``; where there is none, each layer runs its leanest."""
+        session, plan = self._session, self._plans.get(shapes)
+        session.variants = {} if plan is None else plan.layers
+        session.shapes = {} if plan is None else self._planners[shapes].shapes
+        return self._call_model(*args, **kwargs)
+
+    def _captured(self, shapes: InputShapes, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call that a CUDA graph captures, by the plan that there is: nothing can be planned or compiled in it.
+
+        Raises:
+            PlanMismatchError: there is none, or these inputs are not those that it is for.
+        """
+        planned_as = self._planned_as(shapes)
+        if not (self._is_unchecked or planned_as in self._plans or shapes in self._unplanned):
+            raise PlanMismatchError(
+                "the model is called while a CUDA graph is captured, and there is no plan for these inputs: the first "
+                "step is watched, the second compiles what was planned, and neither can be captured.\n"
+                "Run two whole steps with the same inputs before the capture."
+            )
+        session: Session = self._session
+        session.not_as_planned = ""
+        with _many_shapes(dynamic=self._dynamic):
+            outputs = self._as_planned(planned_as, args, kwargs)
+        if session.not_as_planned:
+            raise PlanMismatchError(f"the step that a CUDA graph captures is not as planned: {session.not_as_planned}.")
         return outputs
 
     def _planned_as(self, shapes: InputShapes) -> InputShapes:
