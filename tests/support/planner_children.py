@@ -16,6 +16,18 @@ planning.solve = lambda *args, **options: time.sleep(600)
 from lowtide.planning.planner_child import main
 main()
 """
+# The real child, but after the first answer it seeks no better one.
+STOPS_AT_FIRST = """
+import time
+from lowtide.planning import worker as planning
+improving = planning.improving_plans
+def first_only(*args):
+    yield next(iter(improving(*args)))
+    time.sleep(600)
+planning.improving_plans = first_only
+from lowtide.planning.planner_child import main
+main()
+"""
 ANSWERS_GARBAGE = """
 from lowtide.planning.planner_child import READY
 print(READY, flush=True)

@@ -132,3 +132,37 @@ def test_requests_of_kinds_that_are_gone_wait_behind_smaller_ones_and_are_asked_
     queue.asked = None
     queue.ask_next([])
     assert submitted == ["first", "second", "first"]
+
+
+@pytest.mark.parametrize("has", ["no first answer", "a first answer", "had one before"])
+@pytest.mark.parametrize("other", ["without a plan", "with a plan", "that is gone", "that had a first answer"])
+def test_a_better_plan_is_sought_after_the_first_ones_of_others(has, other):
+    submitted = []
+
+    def submit(request):
+        submitted.append(request)
+        return PendingPlan()
+
+    queue = PlanQueue(SimpleNamespace(submit=submit), lambda pattern, kind: kind == "gone")
+    large, small = ((CallShape(pattern, (rows,)),) for pattern, rows in (("call", 8), ("other call", 4)))
+    queue.add(large, "large")
+    queue.ask_next([])
+    asked = queue.asked
+    asked.first = "in force" if has == "a first answer" else None
+    asked.had_first = has == "had one before"
+    queue.add(small, "small", "gone" if other == "that is gone" else None)
+    if other == "that had a first answer":
+        queue._waiting = [queue._waiting[0]._replace(had_first=True)]
+
+    planned = [large, small] if other == "with a plan" else [large]
+    queue.ask_next(planned)
+    if has == "no first answer" or other != "without a plan":
+        assert submitted == ["large"] and not asked.pending.is_abandoned
+        return
+    assert submitted == ["large", "small"] and asked.pending.is_abandoned
+    queue.asked.first = "in force"
+    queue.ask_next([large, small])
+    assert submitted == ["large", "small"]  # they do not take turns
+    queue.asked = None
+    queue.ask_next([small])  # also where the plan of the first answer had to go for another
+    assert submitted == ["large", "small", "large"] and queue.asked.had_first

@@ -20,6 +20,7 @@ class Asked:
 
     Attributes:
         kind: Of the steps that it is for; see ``RunningStep.kind``.
+        had_first: It was put behind others when its first answer was in force.
         first: Put in force until the final plan is there.
         num_seen: So many answers have been looked at.
     """
@@ -28,6 +29,7 @@ class Asked:
     request: PlanRequest
     pending: PendingPlan
     kind: int | None = None
+    had_first: bool = False
     first: PlannedStep | None = None
     num_seen: int = 0
 
@@ -38,6 +40,7 @@ class _Waiting(NamedTuple):
     shapes: Shapes
     request: PlanRequest
     kind: int | None = None
+    had_first: bool = False
 
 
 class PlanQueue:
@@ -69,25 +72,34 @@ class PlanQueue:
         self._waiting.append(_Waiting(shapes, request, kind))
 
     def ask_next(self, planned: Collection[Shapes]) -> None:
-        """The largest first. What it covers asks again when its plan is there, if it still wants one of its own.
+        """Those without a plan first, and of them the largest.
+
+        What it covers asks again when its plan is there, if it still wants one of its own. A request whose first answer
+        is in force is put behind those that have no plan: a better plan saves less than a first one.
 
         Args:
             planned: Shapes that have a plan. They stay asked for: that plan serves them, and nothing would ask again.
         """
-        if self.asked is not None and self._is_gone(self.asked) and not all(map(self._is_gone, self._waiting)):
-            self.add(self.asked.shapes, self.asked.request, self.asked.kind)
-            self._abandon()
+
+        def is_urgent(entry: _Waiting) -> bool:
+            return not (entry.had_first or entry.shapes in planned or self._is_gone(entry))
+
+        if (asked := self.asked) is not None:
+            had_first = asked.had_first or asked.first is not None
+            is_void = self._is_gone(asked) and not all(map(self._is_gone, self._waiting))
+            if is_void or (had_first and any(map(is_urgent, self._waiting))):
+                self._waiting.append(_Waiting(asked.shapes, asked.request, asked.kind, had_first))
+                self._abandon()
         if self.asked is not None or not self._waiting:
             return
-        gone = [self._is_gone(entry) for entry in self._waiting]
-        at = max(range(len(gone)), key=lambda n: (not gone[n], self._waiting[n].shapes[0].sizes))
-        shapes, request, kind = self._waiting[at]
+        chosen = max(self._waiting, key=lambda e: (not self._is_gone(e), is_urgent(e), e.shapes[0].sizes))
+        shapes, request, kind, had_first = chosen
         self._waiting = [
             entry
             for entry in self._waiting
             if entry.shapes != shapes and (entry.shapes in planned or not shapes[0].covers(entry.shapes[0]))
         ]
-        self.asked = Asked(shapes, request, self._planner.submit(request), kind)
+        self.asked = Asked(shapes, request, self._planner.submit(request), kind, had_first)
 
     def drop(self, is_void: Callable[[Shapes], bool]) -> None:
         """Let go of requests for these shapes."""

@@ -581,6 +581,7 @@ class PlansByShape:
             asked.num_seen = num_answers
             with suppress(LowtideError):  # the final answer tells
                 asked.first = self._adopted(asked, asked.pending.newest())
+                self._ask_next()
 
     def _adopt(self, asked: Asked) -> None:
         pending = asked.pending
