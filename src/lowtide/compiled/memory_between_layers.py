@@ -8,6 +8,7 @@ Gradients that the step makes are among what lives from the moment that they com
 step, what comes in is added to them and goes.
 """
 
+import gc
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -95,7 +96,9 @@ class MemoryBetweenLayers:
     ) -> None:
         """``layer`` has returned ``outputs``, which come from ``node`` of autograd."""
         _, left = self._cut()
-        if not compiled_now:
+        if compiled_now:
+            gc.collect()  # what compiling leaves behind holds what the layer was given
+        else:
             self.off_bytes = max(self.off_bytes, left - memory.forward_end_bytes)
         self.moments.append(Moment(FORWARD, layer, self._live - self._stored, 0, dict(self._open)))
         outputs = [t for t in outputs if isinstance(t, torch.Tensor)]

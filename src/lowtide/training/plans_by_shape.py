@@ -176,7 +176,8 @@ class PlansByShape:
         """The plan for a step that adds to gradients from that of the step that makes them, or the other way round.
 
         The forward ops are the same. Where the other's decisions fit, and cost nothing to speak of, they are taken;
-        else the planner is asked for others, and a quickly made plan is put in force until its answer is there.
+        else the planner is asked for others. Until its answer is there, a plan that covers the step serves it; where
+        there is none, one is made quickly.
 
         Args:
             found: The best plan so far, which is returned where there is no better one.
@@ -204,7 +205,8 @@ class PlansByShape:
                 plan = with_decisions_of(replace(other.plan, budget_bytes=budget_bytes), graph, other.costs)
                 return self._put_in_force(shapes, graph, other.costs, plan)
         self._ask(shapes, graph, other.costs, budget_bytes)
-        if len(graph.events) > _MOST_EVENTS_AT_ONCE or self._options.method != "exact" or self._tiers.capacities:
+        is_quick = len(graph.events) <= _MOST_EVENTS_AT_ONCE
+        if found is not None or not is_quick or self._options.method != "exact" or self._tiers.capacities:
             return found
         with suppress(LowtideError):  # the planner's answer tells
             try:
@@ -646,7 +648,7 @@ class PlansByShape:
         if why := self._why_worse(asked.shapes[0], plan.budgeted_peak_bytes, start_bytes, plan.predicted_step_ms):
             raise _PlanWorseThanNoneError(why)
         planned = self._put_in_force(asked.shapes, asked.request.graph, asked.request.costs, plan)
-        if asked.first is not None:
+        if asked.first is not None or asked.had_first:
             self._in_vain -= 1  # what comes in place of the planner's first answer is no further plan
         return planned
 
