@@ -135,14 +135,17 @@ def test_plans_that_served_no_step_keep_no_shape_from_being_compared_with_what_i
         assert "not as derived from other lengths" in reasons_of(fit)
 
 
-def test_a_planners_first_answer_and_its_last_are_one_plan(model, budget):
+@pytest.mark.parametrize("was_put_behind", [False, True])
+def test_a_planners_first_answer_and_its_last_are_one_plan(model, budget, was_put_behind):
     """On a slow machine each comes by itself; three plans that serve no step would end the recording of steps."""
     with lowtide.fit(model, budget=budget) as fit:
         learn(model, fit, (96,))
         plans, (planned,) = fit._lifecycle.plans_by_shape, fit._lifecycle.plans_by_shape.plans
         request = SimpleNamespace(graph=planned.graph, costs=planned.costs)
-        asked, before = SimpleNamespace(shapes=planned.shapes, request=request, first=None), plans._in_vain
+        asked, before = Asked(planned.shapes, request, PendingPlan()), plans._in_vain
         asked.first = plans._adopted(asked, planned.plan)
+        if was_put_behind:
+            asked = Asked(planned.shapes, request, PendingPlan(), had_first=True)
         plans._adopted(asked, planned.plan)
 
         assert plans._in_vain == before + 1
