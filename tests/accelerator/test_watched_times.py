@@ -8,6 +8,7 @@ import lowtide
 from accelerator.schedules import EARLY, LATE
 from lowtide.device import timing
 from lowtide.recording import watched_times
+from lowtide.training import recorded_steps
 
 MIB = 2**20
 NO_HOST = lowtide.Offload(host_budget=None)
@@ -43,6 +44,15 @@ def test_an_op_takes_what_the_device_needs_for_it(fit):
     assert found["aten.addmm.default"] == {5.0} and found["aten.mm.default"] == {7.0}
     assert found["aten.gelu.default"] == {1.0}
     assert fit.status().reasons == ()
+
+
+def test_where_the_host_is_the_bound_is_told(fit, monkeypatch):
+    monkeypatch.setattr(recorded_steps, "why_of_host", lambda graph, times: "the host is the bound")
+    fit, step = fit
+    step()
+    fit.wait()
+
+    assert fit.status().reasons == ("the host is the bound",)
 
 
 def test_without_events_the_times_are_of_launches_and_that_is_told(device, fit, monkeypatch):
