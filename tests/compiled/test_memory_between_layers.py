@@ -52,6 +52,44 @@ def watched(layers=3):
     return watch
 
 
+class SavesWhatItReturns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        made = x * 2
+        ctx.save_for_backward(made)
+        return made
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_a_layer_returned_and_saves_is_counted_once_where_nobody_else_holds_it():
+    """As the logits of a model as one graph: whoever called it took the loss alone."""
+    memory = VariantMemory(
+        stored_bytes=0, forward_peak_bytes=ROW, forward_end_bytes=ROW, backward_peak_bytes=ROW, backward_end_bytes=0,
+        saved_output_bytes=ROW,
+    )  # fmt: skip
+
+    def live_in_backward(is_held):
+        weight = nn.Parameter(torch.ones(8 * KIB))
+        weight.grad = torch.zeros_like(weight)
+        watch = MemoryBetweenLayers(CPU)
+        x = weight * 1.0
+        watch.enter_forward("all", [x])
+        made = SavesWhatItReturns.apply(x)
+        watch.leave_forward("all", object(), memory, [made], made.grad_fn, compiled_now=False)
+        loss = made.sum()
+        held = made if is_held else None
+        del made
+        loss.backward()
+        assert watch.complete and (held is not None) == is_held
+        return next(moment.live_bytes for moment in watch.moments if moment.kind == BACKWARD)
+
+    assert live_in_backward(True) - live_in_backward(False) == ROW
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_every_layer_is_found_twice_with_what_is_open():
     watch = watched()

@@ -10,6 +10,7 @@ step, what comes in is added to them and goes.
 
 import gc
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -111,10 +112,10 @@ class MemoryBetweenLayers:
         if node is None:
             self.failed = f"{called(layer)} returned nothing that has a gradient"
         else:
-            self._follow(node, layer, memory)
+            self._follow(node, layer, memory, [weakref.ref(t) for t in outputs if t.dim()])
         self._start()
 
-    def _follow(self, node: Any, layer: str, memory: VariantMemory) -> None:
+    def _follow(self, node: Any, layer: str, memory: VariantMemory, outputs: list[weakref.ref[torch.Tensor]]) -> None:
         zeros = 0
 
         def begin(gradients: Any) -> None:
@@ -127,6 +128,8 @@ class MemoryBetweenLayers:
             there = list(plain_tensors(*(g for g in gradients if g is not None)))
             held = sum(self._in_blocks(g.nbytes) for g in there) if node in self._roots else 0
             live = self._live - self._stored + zeros + held
+            if layer not in self.handed_on and not any(output() is not None for output in outputs):
+                live -= memory.saved_output_bytes  # nobody else holds them: they count as stored, of what saves them
             self.moments.append(Moment(BACKWARD, layer, live, 0, +self._open))
             self._begun = True
             self._start()
