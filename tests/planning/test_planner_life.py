@@ -10,7 +10,15 @@ import time
 import psutil
 import pytest
 from support.plan_requests import decoder_request
-from support.planner_children import LIMIT_S, NEVER_ENDS, STOPS_AT_FIRST, child_of, use_script, wait_for_end
+from support.planner_children import (
+    FAILS_AT_WORK,
+    LIMIT_S,
+    NEVER_ENDS,
+    STOPS_AT_FIRST,
+    child_of,
+    use_script,
+    wait_for_end,
+)
 
 from lowtide.errors import PlannerFailedError
 from lowtide.planning.planner_child import NICENESS
@@ -55,6 +63,14 @@ def test_what_improves_a_plan_gives_way_to_training_and_what_makes_the_first_one
     assert niceness() == {ours, politely}
     monkeypatch.undo()
     planner.close()
+
+
+def test_a_process_whose_work_fails_ends_and_is_stood_in_for(planner, monkeypatch):
+    use_script(monkeypatch, FAILS_AT_WORK)
+    pending = planner.submit(decoder_request())
+
+    assert pending.plan(LIMIT_S) and pending.source != "process"
+    assert "MemoryError: too little" in pending.reason
 
 
 def test_start_starts_the_process_before_the_first_request(planner):

@@ -28,6 +28,15 @@ planning.improving_plans = first_only
 from lowtide.planning.planner_child import main
 main()
 """
+# The real child, but its work ends with an error.
+FAILS_AT_WORK = """
+from lowtide.planning import worker as planning
+def fail(request):
+    raise MemoryError("too little")
+planning.answers = fail
+from lowtide.planning.planner_child import main
+main()
+"""
 ANSWERS_GARBAGE = """
 from lowtide.planning.planner_child import READY
 print(READY, flush=True)

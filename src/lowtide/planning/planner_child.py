@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 import threading
+import traceback
 from contextlib import suppress
 from queue import SimpleQueue
 
@@ -31,9 +32,14 @@ def main() -> None:
     from lowtide.planning.worker import answers
 
     def work(request: bytes) -> None:
-        for answer in answers(PlanRequest.from_json(request)):
-            _write_line(answers_to, answer.to_json())
-            _give_way()
+        try:
+            for answer in answers(PlanRequest.from_json(request)):
+                _write_line(answers_to, answer.to_json())
+                _give_way()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # as an error in the main thread does: else nobody would ever answer
 
     _write_line(answers_to, READY)
     while True:
