@@ -31,7 +31,7 @@ def planner():
         yield planner
 
 
-def test_the_process_is_polite_small_and_apart(planner):
+def test_the_process_is_small_and_apart(planner):
     planner.submit(decoder_request()).plan(LIMIT_S)
     child = child_of(planner)
 
@@ -48,7 +48,7 @@ def test_the_process_is_polite_small_and_apart(planner):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there threads have a niceness of their own")
 def test_what_improves_a_plan_gives_way_to_training_and_what_makes_the_first_one_does_not(planner, monkeypatch):
-    """Each step until the first plan takes two to three times as long: more than half a core is worth."""
+    """Each step until the first plan takes two to three times as long, which is more than a share of a core."""
     ours, politely = os.getpriority(os.PRIO_PROCESS, 0), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
 
     def niceness() -> set[int]:
@@ -69,7 +69,7 @@ def test_a_process_whose_work_fails_ends_and_is_stood_in_for(planner, monkeypatc
     use_script(monkeypatch, FAILS_AT_WORK)
     pending = planner.submit(decoder_request())
 
-    assert pending.plan(LIMIT_S) and pending.source != "process"
+    assert pending.plan(LIMIT_S) and pending.source == "thread"
     assert "MemoryError: too little" in pending.reason
 
 
