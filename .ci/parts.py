@@ -103,13 +103,19 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     start_s, status, left_out = time.monotonic() - given.used, 0, []
     counts: Counter[str] = Counter()
+    taken_min = foreseen_min = 0.0
     for part in (*([QUICK] if given.quick else []), *(p for p in PARTS if given.only in p.label)):
-        ends_min = (time.monotonic() - start_s) / 60 + part.minutes
+        begun_s = time.monotonic()
+        # A machine that was slower so far stays so.
+        slower = max(1.0, taken_min / foreseen_min) if foreseen_min else 1.0
+        ends_min = (begun_s - start_s) / 60 + part.minutes * slower
         if status or (part is not QUICK and given.within is not None and ends_min > given.within):
             left_out.append(part)
             continue
         status = run(part, counts)
-        print(f"== {part.label}: {(time.monotonic() - start_s) / 60 - ends_min + part.minutes:.1f} minutes", flush=True)
+        minutes = (time.monotonic() - begun_s) / 60
+        taken_min, foreseen_min = taken_min + minutes, foreseen_min + part.minutes
+        print(f"== {part.label}: {minutes:.1f} minutes", flush=True)
     for part in left_out:
         print(f"left out: {part.label} (some {part.minutes:g} minutes)")
     print(summary(counts, time.monotonic() - start_s))

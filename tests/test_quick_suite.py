@@ -70,6 +70,21 @@ def test_what_does_not_fit_is_named_and_the_quick_tests_always_run(parts, monkey
     assert last.startswith("no tests ran in 36")
 
 
+def test_on_a_slower_machine_less_fits(parts, monkeypatch):
+    ran, clock = [], SimpleNamespace(now=0.0)
+
+    def twice_as_long(part, counts):
+        ran.append(part.label)
+        clock.now += 2 * part.minutes * 60
+        return 0
+
+    monkeypatch.setattr(parts, "run", twice_as_long)
+    monkeypatch.setattr(parts.time, "monotonic", lambda: clock.now)
+    assert parts.main(["--quick", "--within", "40"]) == 0
+
+    assert clock.now <= 40 * 60 and len(ran) > 3
+
+
 def test_a_part_that_fails_ends_the_run_with_its_status(parts, monkeypatch):
     ran = fake(monkeypatch, parts, {parts.PARTS[1].label: 3})
 
