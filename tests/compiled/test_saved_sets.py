@@ -79,6 +79,20 @@ def test_no_set_saves_an_input_in_another_dtype(monkeypatch):
     assert any("_to_copy" in name for name in saved())
 
 
+def test_a_residuals_gradient_is_written_in_each_layer():
+    # Under autocast only casts of it are read by products. Were it one kernel, all that it adds up would live to the end.
+    def residual(x, *weights):
+        for weight in weights:
+            normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+            x = x + (normed.bfloat16() @ weight).float()
+        return x
+
+    weights = [torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(8)]
+    graph = layer_graph_of(residual, torch.randn(64, 64, requires_grad=True), *weights).graph
+
+    assert max(len(op.reads) for op in graph.ops if op.backward) < len(weights)
+
+
 def test_a_bound_on_stored_bytes_holds(layer):
     found = saved_sets.within(layer, 64 * KIB, None)
 

@@ -37,6 +37,8 @@ SLOW_ELEMENTWISE = {
     "exp", "silu", "sigmoid", "tanh", "gelu", "erf", "log", "sin", "cos", "_softmax", "pow", "inductor_random",
 }  # fmt: skip
 
+_MOST_READS = 4  # Inductor's realize_reads_threshold: a value computed from more is written where two kernels read it
+
 
 def packet_of(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target)
@@ -108,7 +110,8 @@ class JointNodes:
         self.returns_number = any(map(_is_number, returned[:num_outputs]))
         self.returned_backward = {n for n in nodes[num_outputs:] if n is not None}
         self._readers: dict[fx.Node, list[fx.Node]] = {}
-        self.materialised = [n for n in self.nodes if n.op == "call_function" and self._is_materialised(n)]
+        self._read: dict[fx.Node, frozenset[fx.Node]] = {}  # what gets memory and a value is computed from
+        self.materialised = [n for n in self.nodes if n.op == "call_function" and self._note(n)]
         self._kept = set(self.materialised)
 
     def at(self, sizes: Sizes) -> JointNodes:
@@ -138,6 +141,15 @@ class JointNodes:
             self._readers[node] = list(dict.fromkeys(found))
         return self._readers[node]
 
+    def _note(self, node: fx.Node) -> bool:
+        """Whether it gets memory; nodes come in order."""
+        inputs = [base_of(read) for read in node.all_input_nodes if not is_size(read)]
+        self._read[node] = frozenset().union(*(self._read.get(read, {read}) for read in inputs))
+        found = self._is_materialised(node)
+        if found:
+            self._read[node] = frozenset([node])
+        return found
+
     def _is_materialised(self, node: fx.Node) -> bool:
         if is_view(node) or is_size(node) or isinstance(node.meta.get("val"), (tuple, list)):
             return False  # the parts of several outputs are values, the whole is none
@@ -152,8 +164,8 @@ class JointNodes:
         readers = [r for r in self.readers(node) if r.op != "output"]
         if any(self.is_extern(r) for r in readers):
             return True
-        if not self.is_forward[node]:
-            return False
+        if not self.is_forward[node]:  # without this the gradient of a residual would be one kernel of all layers
+            return len(readers) >= 2 and len(self._read[node]) > _MOST_READS
         same = [r for r in readers if self.is_forward[r]]
         # A mask is small beside what it is made of: worth a choice of its own.
         mask = node.meta["val"].dtype in (torch.bool, torch.uint8) and len(same) < len(readers)
