@@ -80,7 +80,7 @@ def test_no_set_saves_an_input_in_another_dtype(monkeypatch):
 
 
 def test_a_residuals_gradient_is_written_in_each_layer():
-    # Under autocast only casts of it are read by products. Were it one kernel, all that it adds up would live to the end.
+    # Under autocast products read casts of it alone. Were it one kernel, all that it adds up would live to the end.
     def residual(x, *weights):
         for weight in weights:
             normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
