@@ -6,8 +6,8 @@
 
 Eight layers of 1024, 4 x 512 tokens, in bfloat16 and under autocast, compiled layer by layer and as one graph. It runs
 on the stand-in for a GPU, or on a GPU. On a stand-in kernels do nothing and tensors hold no values: peaks are those of
-PyTorch's own caching allocator, launches are counted, and there are no times. Kernels there have the times of a
-roofline (989 TFLOP/s, 3.35 TB/s), so that a plan has something to choose by, and no variant is proven:
+PyTorch's own caching allocator, launches are counted, and there are no times. So that a plan has something to choose
+by, kernels there have the times of an H100 of lowtide's table, by the shapes in their code. No variant is proven:
 ``tests/cuda/test_compiled.py`` compares bits on smaller models. lowtide gets the peaks of PyTorch's options as budgets.
 """
 
@@ -34,7 +34,7 @@ CASES = [(dtype, how) for dtype in ("bf16", "autocast") for how in ("layers", "w
 MEMORY_BUDGETS = (0.7, 0.5, 0.3, 0.1)
 AT_PEAK_OF = ("selective", "memory budget 0.5", "memory budget 0.1", "full checkpointing")
 PLAIN = "compile alone"
-FLOPS_PER_MS, BYTES_PER_MS = 989e9 * 0.6, 3.35e9 * 0.8
+PRICED_AS = "h100"
 SETTINGS = {
     "STANDIN_VALUES": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -77,7 +77,7 @@ class Case:
         x = torch.ones(8, 8, device="cuda", requires_grad=True)
         (x @ x).sum().backward()  # cuBLAS takes workspaces at first, which are no part of a step
         if is_cuda_stand_in():
-            _price_by_roofline()
+            _price_by_table()
 
     def lines(self) -> Iterator[dict]:
         facts = {
@@ -198,35 +198,13 @@ def _selectively(function, *args, **kwargs):
     return _checkpoint(function, *args, context_fn=partial(create_selective_checkpoint_contexts, kept), **kwargs)
 
 
-def _price_by_roofline() -> None:
+def _price_by_table() -> None:
     """Kernels of a stand-in take no time, and have no values to compare."""
-    import torch
-    from torch.utils.flop_counter import flop_registry
-
     from cuda_standin import compiled_values
-    from lowtide.compiled import op_rates, proof, step_plan
-    from lowtide.compiled.layer_calls import AGAIN
+    from lowtide.compiled import proof
+    from lowtide.device import values_off
 
-    def extern_ms(node, device, sizes) -> float:
-        count = flop_registry.get(getattr(node.target, "overloadpacket", None))
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-        moved = [t for t in [*args, node.meta.get("val")] if isinstance(t, torch.Tensor)]
-        ms = op_rates.LAUNCH_MS + sum(t.numel() * t.element_size() for t in moved) / BYTES_PER_MS
-        if count is not None:
-            ms = max(ms, count(*args, out_val=node.meta.get("val"), **kwargs) / FLOPS_PER_MS)
-        return ms
-
-    def measure_ms(captured, plain, others) -> None:
-        layer = captured.layer
-        forward = sum(ms for op, ms in zip(layer.graph.ops, layer.costs.op_ms, strict=True) if not op.backward)
-        plain.step_ms = sum(layer.costs.op_ms)
-        for variant in others:
-            more = forward if variant.name == AGAIN else variant.saved.recompute_ms
-            variant.step_ms = plain.step_ms + more
-
-    op_rates.extern_ms = extern_ms
-    op_rates.bytes_ms = lambda count, device: count / BYTES_PER_MS
-    step_plan.measure_ms = measure_ms
+    values_off.times_of = PRICED_AS
     proof.same_bits = lambda one, other: one.shape == other.shape
     compiled_values.measure_nothing()
 

@@ -51,7 +51,7 @@ def compiled_cuda_table(lines: list[dict]) -> str:
     first = lines[0]
     where = (
         "Counted on a stand-in for a GPU: peaks are those of PyTorch's caching allocator, and kernels do nothing, so "
-        "there are no times. lowtide chooses by the times of a roofline (989 TFLOP/s, 3.35 TB/s)"
+        "there are no times. lowtide chooses by the times of an H100 in its table"
         if first["stand_in"]
         else "On a GPU"
     )

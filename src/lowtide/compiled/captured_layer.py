@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,14 +25,14 @@ from lowtide.compiled.generated_code import (
     VariantMemory,
     read_code,
 )
-from lowtide.compiled.joint_nodes import JointNodes, is_size, is_tangent
+from lowtide.compiled.joint_nodes import JointNodes, base_of, is_size, is_tangent
 from lowtide.compiled.joint_trace import JointTrace
 from lowtide.compiled.kernels_later import KernelsLater
 from lowtide.compiled.known_variants import layer_digest
 from lowtide.compiled.layer_graph import LayerGraph, layer_graph
-from lowtide.compiled.partitioner import PlannedPartitioner, draws
+from lowtide.compiled.partitioner import BudgetedChoices, ChoicesFoundError, PlannedPartitioner, draws
 from lowtide.compiled.samples import Sample, num_parts, part_of
-from lowtide.compiled.saved_sets import SavedSet
+from lowtide.compiled.saved_sets import SavedSet, saving
 from lowtide.compiled.sizes import Sizes
 from lowtide.compiled.whole_rerun import storing_inputs_only
 from lowtide.device.generators import state_bytes
@@ -54,6 +54,7 @@ class Variant:
         run: The compiled function; None while only its code has been read.
         kernels: Those of ``run``: ``compile()`` waits for them before it first runs.
         step_ms: Forward and backward of one layer, measured, perhaps by an earlier run; 0 before.
+        code_ms: The same by the shapes in its code, on an accelerator; 0 where nobody has read it for that.
         refused: Why it is not used; "" where nothing speaks against it.
         runs_again: It is the plain one, whose forward backward runs again as a whole.
         holds_for: Conditions on sizes that its code takes for granted, and that Dynamo does not check.
@@ -64,6 +65,7 @@ class Variant:
     memory: VariantMemory
     run: Compiled | None = None
     step_ms: float = 0.0
+    code_ms: float = 0.0
     refused: str = ""
     runs_again: bool = False
     holds_for: tuple[Any, ...] = ()
@@ -89,6 +91,15 @@ class _Lowered:
     backward: bool
     results: int
     sent: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What code says of a variant; see ``Prices`` for the times."""
+
+    memory: VariantMemory
+    forward_ms: float
+    backward_ms: float
 
 
 @dataclass
@@ -296,7 +307,11 @@ class CapturedLayer:
             stored = sum(self.layer.graph.storages[storages[n]].bytes for n in made.chosen if n in storages)
             saved = SavedSet(None, stored, 0, 0, 0.0)
         run = made.run if kernels else None
-        return Variant(name, saved, self._memory(made.lowered), run, holds_for=made.holds_for, kernels=made.kernels)
+        read = self._read(made.lowered)
+        return Variant(
+            name, saved, read.memory, run, code_ms=read.forward_ms + read.backward_ms, holds_for=made.holds_for,
+            kernels=made.kernels,
+        )  # fmt: skip
 
     def _made(self, names: tuple[str, ...] | None) -> _Made:
         lowered: list[_Lowered] = []
@@ -304,7 +319,7 @@ class CapturedLayer:
         code = self._code
 
         def seen(graph: fx.Graph, info: Any, values: list[fx.Node], num_outputs: int) -> None:
-            chosen[:] = [n.name for n in values if n.op != "placeholder" and not is_size(n)]
+            chosen[:] = _made_in_forward(values)
             if code.nodes is None:
                 code.nodes = JointNodes(graph, info.is_required_fw, num_outputs, self.sizes)
                 code.num_outputs = num_outputs
@@ -374,7 +389,8 @@ class CapturedLayer:
         """The layer as PyTorch compiles it, storing nothing: backward runs it again as a whole."""
         plain = self._code.made[None]
         run, lowered = plain.run, plain.lowered
-        once, held = self._memory(lowered), self._memory(lowered, holds_given=True)
+        read = self._read(lowered)
+        once, held = read.memory, self._read(lowered, holds_given=True).memory
         kept = once.stored_bytes + once.saved_output_bytes
         state = state_bytes(self.device) if self.draws else 0
         memory = VariantMemory(
@@ -386,13 +402,32 @@ class CapturedLayer:
         )
         saved = SavedSet(None, 0, memory.forward_peak_bytes, memory.backward_peak_bytes, 0.0)
         again = storing_inputs_only(run, draws=self.device if self.draws else None)
-        return Variant(name, saved, memory, again, runs_again=True, kernels=plain.kernels)
+        code_ms = 2 * read.forward_ms + read.backward_ms
+        return Variant(name, saved, memory, again, code_ms=code_ms, runs_again=True, kernels=plain.kernels)
+
+    def pytorchs_sets(self) -> list[SavedSet]:
+        """What PyTorch saves under each of its memory budgets, of a layer that has been compiled once.
+
+        Its rules know what Inductor fuses; the solver adds up ops. So each of the two finds what the other misses.
+        """
+        choices, nodes = BudgetedChoices(), self._code.nodes
+        assert nodes is not None and self.layer is not None
+        with suppress(ChoicesFoundError):
+            self._compile(choices, [], reuse=False)
+        by_name = {node.name: node for node in nodes.nodes}
+        found = []
+        for names in dict.fromkeys(tuple(sorted(_made_in_forward(values))) for values in choices.found):
+            saved = saving(self.layer, [base_of(by_name[name]).name for name in names])
+            found.append(replace(saved, names=names))  # of a view too: then the code is what PyTorch makes
+        return found
 
     def inference(self) -> Compiled:
         """The layer compiled for calls without gradients, as PyTorch does."""
         return self._compile(None, [], reuse=True)
 
-    def _compile(self, partitioner: PlannedPartitioner | None, lowered: list[_Lowered], *, reuse: bool) -> Compiled:
+    def _compile(
+        self, partitioner: PlannedPartitioner | BudgetedChoices | None, lowered: list[_Lowered], *, reuse: bool
+    ) -> Compiled:
         from torch._functorch import config as functorch_config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -418,15 +453,16 @@ class CapturedLayer:
                 copy.deepcopy(self._graph), list(self._fakes), inner_compile=inner, config_patches=patches
             )
 
-    def _memory(self, lowered: list[_Lowered], *, holds_given: bool = False) -> VariantMemory:
-        """By its code. ``holds_given``: inputs and gradients are held elsewhere until backward has ended."""
+    def _read(self, lowered: list[_Lowered], *, holds_given: bool = False) -> _Read:
+        """What its code says. ``holds_given``: inputs and gradients are held elsewhere until backward has ended."""
         ahead = next(x for x in lowered if not x.backward)
         back = next(x for x in lowered if x.backward)
         specs = {name: _spec(value, self.sizes) for name, value in back.placeholders.items()}
         inputs = {name: InputMemory(_spec(value, self.sizes), name) for name, value in ahead.placeholders.items()}
         read = partial(
-            read_code, workspace=partial(op_rates.workspace_bytes, device=self.device), device_type=self.device.type
-        )
+            read_code, workspace=partial(op_rates.workspace_bytes, device=self.device), device_type=self.device.type,
+            prices=op_rates.prices(self.device),
+        )  # fmt: skip
         forward = read(ahead.source, inputs)
         taken = [i for i, fake in enumerate(self._fakes) for _ in range(num_parts(fake))]
         positions = dict(zip(ahead.placeholders, taken, strict=False))
@@ -455,7 +491,7 @@ class CapturedLayer:
             given[name] = InputMemory(spec, name, size)
         backward = read(back.source, given)
         kept = {b for b in stored if isinstance(b, int)}
-        return VariantMemory(
+        memory = VariantMemory(
             stored_bytes=sum(forward.block_bytes[b] for b in kept - returned),
             forward_peak_bytes=forward.peak_bytes,
             forward_end_bytes=forward.end_bytes,
@@ -463,6 +499,12 @@ class CapturedLayer:
             backward_end_bytes=backward.end_bytes,
             saved_output_bytes=sum(forward.block_bytes[b] for b in kept & returned),
         )
+        return _Read(memory, forward.ms, backward.ms)
+
+
+def _made_in_forward(values: Sequence[fx.Node]) -> list[str]:
+    """Of what is saved, by name: neither inputs nor sizes."""
+    return [n.name for n in values if n.op != "placeholder" and not is_size(n)]
 
 
 def _settings() -> tuple[str, str]:

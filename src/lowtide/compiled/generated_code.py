@@ -5,6 +5,9 @@ longer needs, so the order of these lines is the true order of allocations, with
 Here the same function runs with kernels that do nothing and buffers that only count bytes. Python's own references
 decide what lives. A kernel that allocates its results (attention) runs on ``meta`` tensors for their sizes.
 
+The same run tells the time, as far as that follows from shapes: each kernel moves the bytes of its buffers, and each
+call has its price.
+
 Known weakness: the spelling of the code is no interface of PyTorch's. A name that is not known here is an error
 (``UnreadableCodeError``), never a guess. Memory that compiled kernels take past PyTorch's allocator is not seen.
 """
@@ -77,12 +80,14 @@ class CodeMemory:
         returned: By returned value, the block that it lies in: new blocks count from 0, an input has its name, and None
             is no tensor.
         block_bytes: Size of each new block that is returned.
+        ms: Of its kernels and calls, one after the other, where prices were given.
     """
 
     peak_bytes: int
     end_bytes: int
     returned: tuple[int | str | None, ...]
     block_bytes: dict[int, int]
+    ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,19 @@ class _StandIn:
 Workspace = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], int]
 
 
+@dataclass(frozen=True)
+class Prices:
+    """Milliseconds.
+
+    Attributes:
+        kernel: Of a fused kernel, by the bytes that it reads and writes.
+        call: Of an operator, by itself, its arguments and the bytes that it makes.
+    """
+
+    kernel: Callable[[int], float]
+    call: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], int], float]
+
+
 class _Operators:
     """``torch.ops`` and what lies below it: operators that run on ``meta`` tensors."""
 
@@ -223,10 +241,15 @@ class _Device:
 
 
 class _Kernel:
-    """A kernel that writes into buffers that are there: C++ is called, Triton's is run."""
+    """A kernel that writes into buffers that are there: C++ is called, Triton's is run. It allocates nothing."""
+
+    def __init__(self, reader: _Reader) -> None:
+        self._reader = reader
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Allocates nothing."""
+        if self._reader.prices is not None:
+            moved = {id(a.block): a.spec.bytes for a in args if isinstance(a, _StandIn)}
+            self._reader.ms += self._reader.prices.kernel(sum(moved.values()))
 
     run = __call__
 
@@ -237,15 +260,20 @@ _KERNELS = ("cpp_fused", "triton_", "cpp_", "assert_")  # they write into buffer
 class _Names(dict):
     """Global names of generated code."""
 
+    def __init__(self, reader: _Reader, **known: Any) -> None:
+        super().__init__(known)
+        self._kernel = _Kernel(reader)
+
     def __missing__(self, name: str) -> Any:
         if name.startswith(_KERNELS):
-            return _Kernel()
+            return self._kernel
         raise UnreadableCodeError(f"generated code uses {name!r}, whose memory is not known here.")
 
 
 class _Reader:
-    def __init__(self, workspace: Workspace, device_type: str) -> None:
+    def __init__(self, workspace: Workspace, device_type: str, prices: Prices | None) -> None:
         self.counter, self._workspace = _Counter(device_type), workspace
+        self.prices, self.ms = prices, 0.0
 
     def names(self) -> _Names:
         import builtins
@@ -256,6 +284,7 @@ class _Reader:
         # Among the global names: those that are missing there are never looked for among the built-in ones.
         numbers = {name: getattr(builtins, name) for name in ("len", "int", "float", "max", "min", "abs", "range")}
         return _Names(
+            self,
             __builtins__={},
             **numbers,
             torch=_Torch(self),
@@ -287,6 +316,7 @@ class _Reader:
         extra = 0 if collectives.name_of(target) else self._workspace(target, args, kwargs)
         if "out" in kwargs:
             self.counter.passing(extra)
+            self._pay(target, args, kwargs, kwargs["out"].spec.bytes)
             return kwargs["out"]
         try:
             made = target(*map(_as_meta, args), **{name: _as_meta(value) for name, value in kwargs.items()})
@@ -300,7 +330,13 @@ class _Reader:
             for t in results
         )
         self.counter.passing(extra)
+        if not collectives.name_of(target):
+            self._pay(target, args, kwargs, sum(s.spec.bytes for s in stand_ins if isinstance(s, _StandIn)))
         return stand_ins if isinstance(made, (tuple, list)) else stand_ins[0]
+
+    def _pay(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], made_bytes: int) -> None:
+        if self.prices is not None:
+            self.ms += self.prices.call(target, args, kwargs, made_bytes)
 
 
 def _as_meta(value: Any) -> Any:
@@ -310,20 +346,25 @@ def _as_meta(value: Any) -> Any:
 
 
 def read_code(
-    source: str, inputs: Mapping[str, InputMemory], workspace: Workspace | None = None, device_type: str = "cpu"
+    source: str,
+    inputs: Mapping[str, InputMemory],
+    workspace: Workspace | None = None,
+    device_type: str = "cpu",
+    prices: Prices | None = None,
 ) -> CodeMemory:
-    """Run the function ``call`` of ``source`` on stand-ins and return what it allocates.
+    """Run the function ``call`` of ``source`` on stand-ins and return what it allocates, and takes.
 
     Args:
         source: The module that Inductor wrote.
         inputs: By name.
         workspace: Bytes that an operator takes for a moment beyond its results; default none.
         device_type: Whose allocator gives the buffers.
+        prices: Of what it runs; default: nobody asks for the time.
 
     Raises:
         UnreadableCodeError: the code uses a name, or has a form, that is not known here.
     """
-    reader = _Reader(workspace or (lambda target, args, kwargs: 0), device_type)
+    reader = _Reader(workspace or (lambda target, args, kwargs: 0), device_type, prices)
     function, taken = _call_of(source)
     if not set(taken) <= set(inputs):
         raise UnreadableCodeError(f"generated code takes {sorted(set(taken) - set(inputs))}, which the graph has not.")
@@ -359,7 +400,7 @@ def read_code(
         else:
             found.append(value.block.number)
             sizes[value.block.number] = value.block.size
-    return CodeMemory(counter.peak - start, counter.live - start, tuple(found), sizes)
+    return CodeMemory(counter.peak - start, counter.live - start, tuple(found), sizes, reader.ms)
 
 
 def _call_of(source: str) -> tuple[ast.FunctionDef, list[str]]:

@@ -23,18 +23,24 @@ from lowtide.cache_files import cache_dir, keep_newest, read_file, write_file
 from lowtide.compiled.generated_code import VariantMemory
 from lowtide.compiled.saved_sets import SavedSet
 
-_VERSION = 1
+_VERSION = 2
 _MOST_FILES = 200
 _MOST_SEARCHES = 100
 
 
 @dataclass(frozen=True)
 class KnownVariant:
-    """One variant, as a run left it; ``step_ms``: 0 where it was only read; ``refused``: why it may not be used."""
+    """One variant, as a run left it; see ``Variant``.
+
+    Attributes:
+        step_ms: 0 where it was only read.
+        refused: Why it may not be used.
+    """
 
     saved: SavedSet
     memory: VariantMemory
     step_ms: float
+    code_ms: float
     refused: str
 
 
@@ -65,7 +71,8 @@ class KnownVariants:
             names = fields["saved"]["names"]
             saved = SavedSet(**fields["saved"] | {"names": None if names is None else tuple(names)})
             memory = VariantMemory(**fields["memory"])
-            found[name] = KnownVariant(saved, memory, float(fields["step_ms"]), str(fields["refused"]))
+            ms = float(fields["step_ms"]), float(fields["code_ms"])
+            found[name] = KnownVariant(saved, memory, *ms, str(fields["refused"]))
         self.variants, self.searched = found, [str(digest) for digest in entry["searched"]]
 
     def keep(self, variants: dict[str, KnownVariant], searched: str) -> None:

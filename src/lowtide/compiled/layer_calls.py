@@ -78,7 +78,9 @@ class LayerShape:
             if name in self.variants:
                 self.variants[name].step_ms = found.step_ms
             else:
-                self.variants[name] = Variant(name, found.saved, found.memory, None, found.step_ms, found.refused)
+                self.variants[name] = Variant(
+                    name, found.saved, found.memory, None, found.step_ms, found.code_ms, found.refused
+                )
         self.proposed: dict[str, SavedSet] = {}
         self.unreadable: dict[tuple[str, ...] | None, str] = {}
         self._other = other
@@ -221,7 +223,9 @@ class LayerShape:
 
     def keep_known(self, searched: str) -> None:
         """For later runs. ``searched``: for what all were found that a search proposes; "" if for nothing."""
-        variants = {n: KnownVariant(v.saved, v.memory, v.step_ms, v.refused) for n, v in self.variants.items()}
+        variants = {
+            n: KnownVariant(v.saved, v.memory, v.step_ms, v.code_ms, v.refused) for n, v in self.variants.items()
+        }
         self.known.keep(variants, searched)
 
     def running(self, layer: str) -> Variant:

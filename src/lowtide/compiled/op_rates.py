@@ -4,7 +4,7 @@ Where kernels do nothing (``device/values_off.py``), both are those of a device 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.compiled.generated_code import BufferSpec
+from lowtide.compiled.generated_code import BufferSpec, Prices
 from lowtide.compiled.joint_nodes import SLOW_ELEMENTWISE
 from lowtide.compiled.sizes import FIXED, Sizes
 from lowtide.device import values_off
@@ -37,11 +37,14 @@ KEPT_WORKSPACES = KeptWorkspaces()
 
 def extern_ms(node: fx.Node, device: torch.device, sizes: Sizes = FIXED) -> float:
     """Time of one call of the operator of ``node`` on synthetic tensors; by its bytes where it does not run on them."""
-    target: Any = node.target
     args, kwargs = _specs((node.args, node.kwargs), sizes)
+    made_bytes = sum(spec.bytes for spec in _all_specs(_specs((node,), sizes)))
+    return _operator_ms(node.target, args, kwargs, made_bytes, device)
+
+
+def _operator_ms(target: Any, args: Any, kwargs: Any, made_bytes: int, device: torch.device) -> float:
     if values_off.times_of:
         meta = torch.device("meta")
-        made_bytes = sum(spec.bytes for spec in _all_specs(_specs((node,), sizes)))
         call = describe(target, _tensors(args, meta), _tensors(kwargs, meta))
         return call_ms(call, made_bytes, device_named(values_off.times_of))
     key = device.type, str(target), repr(args), repr(kwargs)
@@ -66,6 +69,26 @@ def fused_ms(
     elements = sizes.of(value.numel()) if isinstance(value, torch.Tensor) else 0
     slow_ms = 0.0 if is_accelerator(device) else SLOW_ELEMENT_MS * elements * slow  # there it hides behind the bytes
     return LAUNCH_MS + bytes_ms(moved_bytes, device) + slow_ms
+
+
+def prices(device: torch.device) -> Prices | None:
+    """Of what generated code runs on ``device``; None on a CPU, where bytes alone say too little of a kernel's time."""
+    if not is_accelerator(device):
+        return None
+
+    def called_ms(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made_bytes: int) -> float:
+        others = {name: _specs_of_stand_ins(value) for name, value in kwargs.items() if name != "out"}
+        return _operator_ms(_operator(target), _specs_of_stand_ins(args), others, made_bytes, device)
+
+    return Prices(lambda moved_bytes: LAUNCH_MS + bytes_ms(moved_bytes, device), called_ms)
+
+
+def _operator(target: Any) -> Any:
+    """The operator that a kernel of Inductor's is, as graphs name it."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target
+    packet = getattr(torch.ops.aten, str(getattr(target, "__name__", "")).removeprefix("bias_"), target)
+    return getattr(packet, "default", target)
 
 
 def bytes_ms(count: int, device: torch.device) -> float:

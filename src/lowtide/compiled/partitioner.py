@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -14,6 +14,7 @@ from lowtide.compiled import collectives
 from lowtide.errors import PlanMismatchError
 
 Seen = Callable[[fx.Graph, Any, list[fx.Node], int], None]
+_MEMORY_BUDGETS = tuple(tenths / 10 for tenths in range(1, 10))
 
 
 class PlannedPartitioner(CustomPartitionerFn):
@@ -82,6 +83,36 @@ class PlannedPartitioner(CustomPartitionerFn):
         again = sorted({*collectives.sent_by(forward.graph)} & {*collectives.sent_by(backward.graph)})
         if again:
             raise PlanMismatchError(f"backward would send {', '.join(again)} anew. Save what it gives.")
+
+
+class ChoicesFoundError(Exception):
+    """Raised in place of a partition: nothing more is wanted."""
+
+
+class BudgetedChoices(CustomPartitionerFn):
+    """What PyTorch saves under each ``torch._functorch.config.activation_memory_budget``.
+
+    Attributes:
+        found: Nodes of the joint graph, inputs among them.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[list[fx.Node]] = []
+
+    def uuid(self) -> str:
+        return "lowtide-choices"
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> NoReturn:
+        choose = partitioners.choose_saved_values_set
+
+        def noted(graph: fx.Graph, info: Any, memory_budget: float = 1) -> NoReturn:
+            for budget in _MEMORY_BUDGETS:
+                self.found.append(choose(graph, info, budget))
+            raise ChoicesFoundError
+
+        with patch.object(partitioners, "choose_saved_values_set", noted):
+            partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **options)
+        raise ChoicesFoundError
 
 
 def draws(node: fx.Node) -> bool:

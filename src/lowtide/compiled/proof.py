@@ -48,12 +48,13 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
 
     All have run before, to be proven. Of a small layer the first turn is slow all the same, so it takes more of them.
 
-    Where kernels do nothing, a variant's time is that of its ops on a device of the table.
+    Where kernels do nothing, a variant's time is that of its code on a device of the table.
     """
-    if values_off.times_of:
-        _foresee_ms(captured, plain, others)
-        return
     variants = [plain, *others]
+    if values_off.times_of:
+        for variant in variants:
+            variant.step_ms = variant.code_ms
+        return
     taken: dict[str, list[float]] = {v.name: [] for v in variants}
     device = captured.device
     with forked(device), captured.ambient.entered(), captured.alone():
@@ -70,16 +71,6 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
 
 def _is_enough(turns: int, spent_ms: float) -> bool:
     return spent_ms >= _ENOUGH_MS or (turns > _SAMPLES and spent_ms >= _SAMPLED_MS)
-
-
-def _foresee_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant]) -> None:
-    assert captured.layer is not None
-    graph, op_ms = captured.layer.graph, captured.layer.costs.op_ms
-    forward_ms = sum(ms for op, ms in zip(graph.ops, op_ms, strict=True) if not op.backward)
-    plain.step_ms = sum(op_ms)
-    for variant in others:  # one that runs PyTorch's forward again has no saved set of its own
-        again_ms = forward_ms if variant.runs_again else variant.saved.recompute_ms
-        variant.step_ms = plain.step_ms + again_ms
 
 
 def _runnable(variant: Variant) -> Compiled:

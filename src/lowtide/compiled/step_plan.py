@@ -167,6 +167,8 @@ class StepPlanner:
             assert shape.captured.layer is not None
             shape.make_least()
             shape.propose(saved_sets.front(shape.captured.layer))
+            if not shape.captured.sends:  # else what ranks send is saved, whatever it costs
+                shape.propose(shape.captured.pytorchs_sets())
         rounds = 0
         while rounds < _ROUNDS:
             choice = fastest_within(self.moments, self._options(), limit)
@@ -377,7 +379,7 @@ def _options_of(shape: LayerShape, *, ready: bool, refused: bool = False, output
             _stored_bytes(v, outputs_held),
             v.memory.forward_peak_bytes,
             v.memory.backward_peak_bytes,
-            v.step_ms or _believed_ms(shape, v.saved),
+            v.step_ms or _believed_ms(shape, v.saved, v.code_ms),
         )
         for name, v in shape.variants.items()
         if (refused or not v.refused) and (v.is_tried or not ready)
@@ -388,15 +390,24 @@ def _options_of(shape: LayerShape, *, ready: bool, refused: bool = False, output
     return found
 
 
-def _believed_ms(shape: LayerShape, saved: SavedSet) -> float:
-    """Estimated time of a layer's step under a variant that has not run: the sum of its ops, scaled by the error of the
-    nearest variant that has run. Fused ops take less time than alone."""
-    plain_ms = shape.variants[PLAIN].step_ms
-    ran = [v for v in shape.variants.values() if v.step_ms and v.saved.recompute_ms]
-    near = min(ran, key=lambda v: abs(v.saved.recompute_ms - saved.recompute_ms), default=None)
+def _believed_ms(shape: LayerShape, saved: SavedSet, code_ms: float = 0.0) -> float:
+    """Estimated time of a layer's step under a variant that has not run.
+
+    What it takes beyond the plain one is by its code, or by the sum of its ops where there is no code yet, which is too
+    much, since fused ops take less time than alone. It is scaled by the error of the nearest variant that has run.
+    """
+    plain = shape.variants[PLAIN]
+
+    def extra_ms(saved: SavedSet, ms: float) -> float:
+        return ms - plain.code_ms if code_ms and ms else saved.recompute_ms
+
+    ran = {v.name: extra_ms(v.saved, v.code_ms) for v in shape.variants.values() if v.step_ms and v is not plain}
+    ran = {name: extra for name, extra in ran.items() if extra > 0}
+    own = extra_ms(saved, code_ms)
+    near = min(ran, key=lambda name: abs(ran[name] - own), default=None)
     if near is None:
-        return plain_ms + saved.recompute_ms
-    return plain_ms + saved.recompute_ms * max(0.0, near.step_ms - plain_ms) / near.saved.recompute_ms
+        return plain.step_ms + own
+    return plain.step_ms + own * max(0.0, shape.variants[near].step_ms - plain.step_ms) / ran[near]
 
 
 def _stored_bytes(variant: Variant, outputs_held: bool) -> int:
