@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowtide.compiled.generated_code import BufferSpec, InputMemory, UnreadableCodeError, read_code
+from lowtide.compiled.generated_code import BufferSpec, InputMemory, Prices, UnreadableCodeError, read_code
 
 KIB = BufferSpec((256,), (1,), torch.float32)
 HEAD = """
@@ -148,3 +148,28 @@ def test_workspace_of_a_call_counts_for_a_moment():
     memory = read_code(source, {"x": InputMemory(KIB, "x"), "y": InputMemory(KIB, "y")}, lambda *call: 500)
 
     assert (memory.peak_bytes, memory.end_bytes) == (1524, 1024)
+
+
+def test_kernels_cost_by_the_bytes_of_their_buffers_and_calls_by_what_they_are_and_make():
+    body = [
+        "buf0 = empty_strided_xpu((512, ), (1, ), torch.float32)",
+        "triton_poi_fused_add_0.run(x, x, buf0, 512, stream=0)",  # 1 KiB read, 2 KiB written
+        "buf1 = empty_strided_xpu((1, 1), (1, 1), torch.float32)",
+        "extern_kernels.mm(reinterpret_tensor(x, (1, 256), (256, 1), 0), reinterpret_tensor(y, (256, 1), (1, 1), 0), "
+        "out=buf1)",
+        "buf2 = torch.ops.aten.exp.default(buf0)",
+        "return (buf1, buf2, )",
+    ]
+    called = []
+
+    def call_ms(target, args, kwargs, made_bytes):
+        called.append((target.__name__, made_bytes))
+        return 1000.0
+
+    inputs = {"x": InputMemory(KIB, "x", 0), "y": InputMemory(KIB, "y", 0)}
+    source = HEAD + "".join(f"        {line}\n" for line in body)
+    memory = read_code(source, inputs, device_type="xpu", prices=Prices(float, call_ms))
+
+    assert memory.ms == 3 * 1024 + 2 * 1000.0
+    assert called == [("mm", 4), ("exp.default", 2048)]
+    assert read_code(source, inputs, device_type="xpu").ms == 0.0

@@ -4,9 +4,10 @@ import pickle
 
 import pytest
 import torch
+from torch._functorch import config
 from torch._functorch.aot_autograd import aot_function, make_boxed_compiler
 
-from lowtide.compiled.partitioner import PlannedPartitioner
+from lowtide.compiled.partitioner import BudgetedChoices, ChoicesFoundError, PlannedPartitioner
 from lowtide.errors import PlanMismatchError
 
 
@@ -36,6 +37,32 @@ def test_what_is_not_saved_is_computed_again_in_backward():
 
     assert {"exp", "sin", "tanh"} <= set(nothing)
     assert not {"exp", "sin", "tanh"} & set(all_three)
+
+
+def test_choices_are_what_pytorch_saves_under_each_memory_budget():
+    def layers(x, *weights):
+        for weight in weights:
+            x = x + (x @ weight).tanh() @ weight
+        return x
+
+    def run(partition):
+        inputs = [torch.randn(64, 64, requires_grad=True) for _ in range(4)]
+        compiler = make_boxed_compiler(lambda g, i: g)
+        aot_function(layers, fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(*inputs)
+
+    def saved_under(budget):
+        found = []
+        with config.patch(activation_memory_budget=budget):
+            run(PlannedPartitioner(None, lambda graph, info, values, num_outputs: found.append(values)))
+        return [n.name for n in found[0]]
+
+    choices = BudgetedChoices()
+    with pytest.raises(ChoicesFoundError):
+        run(choices)
+    found = [[n.name for n in values] for values in choices.found]
+
+    assert found == [saved_under(tenths / 10) for tenths in range(1, 10)]
+    assert len(set(map(tuple, found))) > 2
 
 
 def test_an_identity_belongs_to_one_plan():

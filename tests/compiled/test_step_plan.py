@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from lowtide.compiled import step_plan
+from lowtide.compiled.captured_layer import Variant
 from lowtide.compiled.choice import Choice
-from lowtide.compiled.step_plan import StepPlanner
+from lowtide.compiled.saved_sets import SavedSet
+from lowtide.compiled.step_plan import StepPlanner, _believed_ms
 
 
 def is_worth(monkeypatch, name, layers_ms, ready_ms):
@@ -29,3 +31,19 @@ def test_a_choice_that_is_believed_to_be_hardly_faster_is_not_compiled(monkeypat
 
 def test_a_choice_of_compiled_variants_is_gone_on_from(monkeypatch):
     assert is_worth(monkeypatch, "ready", 100.0, 100.0)
+
+
+def variant(name, recompute_ms, *, code_ms=0.0, step_ms=0.0):
+    return Variant(name, SavedSet((name,), 0, 0, 0, recompute_ms), None, step_ms=step_ms, code_ms=code_ms)
+
+
+def test_code_that_has_been_read_is_believed_before_the_sum_of_ops():
+    plain = variant("plain", 0.0, code_ms=10.0, step_ms=12.0)
+    ran = variant("ran", 4.0, code_ms=11.0, step_ms=14.0)
+    read, unread = variant("read", 4.0, code_ms=10.5), variant("unread", 2.0)
+    shape = SimpleNamespace(variants={v.name: v for v in (plain, ran, read)})
+
+    assert _believed_ms(shape, read.saved, read.code_ms) == 12.0 + 0.5 * 2.0, "what ran took twice what its code said"
+    assert _believed_ms(shape, unread.saved) == 12.0 + 2.0 * 2.0 / 4.0, "and half of what its ops add up to"
+    shape.variants.pop("ran")
+    assert _believed_ms(shape, read.saved, read.code_ms) == 12.5 and _believed_ms(shape, unread.saved) == 14.0
