@@ -1,13 +1,16 @@
 """What a layer saves, planned by lowtide's solver over its joint graph."""
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.compiled_layers import layer_graph_of
 from torch.nn import functional as F
 
-from lowtide.compiled import saved_sets
+from lowtide.compiled import layer_calls, saved_sets
+from lowtide.compiled.layer_calls import LayerShape
 from lowtide.compiled.layer_graph import DRAWN
 from lowtide.solvers.dispatch import solve
 
@@ -133,3 +136,24 @@ def test_a_seed_is_saved_in_place_of_the_masks_that_are_drawn_from_it():
         "prims.inductor_seeds.default"
     ]
     assert least.stored_bytes == 8 and least.recompute_ms > 0
+
+
+def test_sets_for_any_limit_and_pytorchs_own_are_proposed_once(layer, monkeypatch):
+    shape, made = object.__new__(LayerShape), []
+    mine, theirs = saved_sets.least(layer), saved_sets.saving(layer, ())
+
+    def counted(found):
+        made.append(found)
+        return [found]
+
+    shape.captured = SimpleNamespace(layer=layer, sends=False, pytorchs_sets=lambda: counted(theirs))
+    shape.variants, shape.proposed, shape.unreadable, shape._has_front = {}, {}, {}, False
+    monkeypatch.setattr(layer_calls, "front", lambda _: counted(replace(mine, names=("mine",))))
+    shape.propose_front()
+    assert [s.names for s in shape.proposed.values()] == [("mine",), theirs.names] and len(made) == 2
+    shape.propose_front()
+    assert len(made) == 2
+
+    shape.captured.sends, shape._has_front = True, False
+    shape.propose_front()
+    assert len(made) == 3, "what ranks send is saved, so what PyTorch would make again is of no use"

@@ -16,7 +16,7 @@ from lowtide.compiled.generated_code import UnreadableCodeError
 from lowtide.compiled.known_variants import KnownVariant, KnownVariants
 from lowtide.compiled.memory_between_layers import MemoryBetweenLayers, mark
 from lowtide.compiled.proof import why_not_equal
-from lowtide.compiled.saved_sets import SavedSet, least, least_peak, saving, within_peak
+from lowtide.compiled.saved_sets import SavedSet, front, least, least_peak, saving, within_peak
 from lowtide.errors import LowtideError, PlanMismatchError, UnsupportedModelError
 from lowtide.step.batches import batch_tensors
 from lowtide.step.subclasses import is_sharded
@@ -83,7 +83,7 @@ class LayerShape:
                 )
         self.proposed: dict[str, SavedSet] = {}
         self.unreadable: dict[tuple[str, ...] | None, str] = {}
-        self._other = other
+        self._other, self._has_front = other, False
         if captured.sends:
             again.refused = "it would send between ranks again"
             self.make_least()
@@ -168,6 +168,16 @@ class LayerShape:
         if other is not None and LEAST in other.variants:
             return saving(layer, other.variants[LEAST].saved.names or ())
         return least_peak(layer) if self.whole else least(layer)
+
+    def propose_front(self) -> None:
+        """Propose, once, what holds for any limit: sets along the trade-off, and PyTorch's own."""
+        if self._has_front:
+            return
+        self._has_front = True
+        assert self.captured.layer is not None
+        self.propose(front(self.captured.layer))
+        if not self.captured.sends:  # else what ranks send is saved, whatever it costs
+            self.propose(self.captured.pytorchs_sets())
 
     def propose(self, sets: Sequence[SavedSet]) -> bool:
         """Add the sets that are new. Whether there were any."""

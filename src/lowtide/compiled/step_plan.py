@@ -164,11 +164,8 @@ class StepPlanner:
     def _prepare_layers(self, limit: int) -> None:
         """Propose sets, and read and compile those of the fastest choice that fits."""
         for shape in self._distinct:
-            assert shape.captured.layer is not None
             shape.make_least()
-            shape.propose(saved_sets.front(shape.captured.layer))
-            if not shape.captured.sends:  # else what ranks send is saved, whatever it costs
-                shape.propose(shape.captured.pytorchs_sets())
+            shape.propose_front()
         rounds = 0
         while rounds < _ROUNDS:
             choice = fastest_within(self.moments, self._options(), limit)
