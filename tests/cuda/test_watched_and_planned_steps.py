@@ -1,6 +1,5 @@
 """What a fit says of its steps on CUDA is what PyTorch's own allocator and events say."""
 
-import gc
 import random
 
 import pytest
@@ -239,8 +238,6 @@ def test_a_simulated_allocator_that_holds_what_the_real_one_holds_goes_on_like_i
     def make(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=cuda)
 
-    gc.collect()
-    torch.cuda.empty_cache()  # segments that grow, of an earlier test, are not told of
     before = [make(size()) for _ in range(100)]
     del before[::2]
     simulated = CachingAllocator.with_segments(segments_of(cuda))

@@ -1,6 +1,7 @@
 """CUDA as default device of the suite: PyTorch's CUDA build on a GPU, or on the stand-in (cuda_standin/README.md)."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 
@@ -47,3 +48,6 @@ def expandable_segments(on: bool) -> Iterator[None]:
         if before is not None:
             os.environ["PYTORCH_ALLOC_CONF"] = before
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        torch._C._cuda_clearCublasWorkspaces()  # else their growing segment stays, for whoever asks for segments next
+        gc.collect()
+        torch.cuda.empty_cache()
