@@ -46,7 +46,7 @@ def rest_of(*folders: str) -> tuple[str, ...]:
 
 
 CUDA = ("sh", "tools/test_cuda.sh", sys.executable)
-QUICK = Part("the quick tests", 8.0, ("make", "--no-print-directory", "test"))
+QUICK = Part("the quick tests", 11.0, ("make", "--no-print-directory", "test"))
 PARTS = (
     Part("thorough tests on the accelerator", 1.5, (*PYTEST, "-m", "accelerator and thorough")),
     Part("the tests of CUDA, without a GPU", 7.0, ("make", "--no-print-directory", "test-cuda")),
