@@ -14,7 +14,7 @@ help:  ## show this list
 demo: .venv/.demo  ## train within half the memory on this machine, and see it measured; under two minutes
 	$(BIN)/lowtide demo
 
-test: .venv/.ready  ## run the quick tests; eleven minutes, on slow cores fourteen
+test: .venv/.ready  ## run the quick tests; up to a quarter of an hour
 	$(BIN)/pytest -q -n 2 --quick -m accelerator
 	$(BIN)/pytest -q -n 2 --quick --dist worksteal
 

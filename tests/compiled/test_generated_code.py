@@ -173,3 +173,5 @@ def test_kernels_cost_by_the_bytes_of_their_buffers_and_calls_by_what_they_are_a
     assert memory.ms == 3 * 1024 + 2 * 1000.0
     assert called == [("mm", 4), ("exp.default", 2048)]
     assert read_code(source, inputs, device_type="xpu").ms == 0.0
+    two = source.replace("out=buf1)", "out=(buf1, buf1))")
+    assert read_code(two, inputs, device_type="xpu").peak_bytes == memory.peak_bytes, "a call may write several"

@@ -412,8 +412,11 @@ class CapturedLayer:
         """
         choices, nodes = BudgetedChoices(), self._code.nodes
         assert nodes is not None and self.layer is not None
-        with suppress(ChoicesFoundError):
-            self._compile(choices, [], reuse=False)
+        try:
+            with self._new_conditions(), suppress(ChoicesFoundError):
+                self._compile(choices, [], reuse=False)
+        except UnreadableCodeError:  # they would be for one size
+            return []
         by_name = {node.name: node for node in nodes.nodes}
         found = []
         for names in dict.fromkeys(tuple(sorted(_made_in_forward(values))) for values in choices.found):

@@ -316,7 +316,7 @@ class _Reader:
         extra = 0 if collectives.name_of(target) else self._workspace(target, args, kwargs)
         if "out" in kwargs:
             self.counter.passing(extra)
-            self._pay(target, args, kwargs, kwargs["out"].spec.bytes)
+            self._pay(target, args, kwargs, kwargs["out"])
             return kwargs["out"]
         try:
             made = target(*map(_as_meta, args), **{name: _as_meta(value) for name, value in kwargs.items()})
@@ -331,11 +331,13 @@ class _Reader:
         )
         self.counter.passing(extra)
         if not collectives.name_of(target):
-            self._pay(target, args, kwargs, sum(s.spec.bytes for s in stand_ins if isinstance(s, _StandIn)))
+            self._pay(target, args, kwargs, stand_ins)
         return stand_ins if isinstance(made, (tuple, list)) else stand_ins[0]
 
-    def _pay(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], made_bytes: int) -> None:
+    def _pay(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
         if self.prices is not None:
+            results = made if isinstance(made, (tuple, list)) else (made,)
+            made_bytes = sum(t.spec.bytes for t in results if isinstance(t, _StandIn))
             self.ms += self.prices.call(target, args, kwargs, made_bytes)
 
 

@@ -50,7 +50,7 @@ def _operator_ms(target: Any, args: Any, kwargs: Any, made_bytes: int, device: t
     key = device.type, str(target), repr(args), repr(kwargs)
     if key not in _ms:
         try:
-            with _disable_current_modes(), torch.no_grad():
+            with _disable_current_modes(), torch.no_grad(), forked(device):  # some draw: training's numbers stay
                 real_args, real_kwargs = _tensors(args, device), _tensors(kwargs, device)
                 target(*real_args, **real_kwargs)
                 _ms[key] = _least_ms(lambda: target(*real_args, **real_kwargs), device)
