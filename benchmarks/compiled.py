@@ -66,7 +66,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of every method (default 5)")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds of every method (default 9)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true", help="a toy model, one round, two methods of each side")
     parser.add_argument("--here", action="store_true", help="in this process, lines to stdout")

@@ -41,10 +41,23 @@ def test_cold_runs_of_a_small_layer_leave_time_for_warm_ones(clock):
     assert (plain.step_ms, least.step_ms) == (pytest.approx(10.0), pytest.approx(12.0))
 
 
-def test_a_large_layer_runs_once_more_and_no_oftener(clock):
+def test_a_large_layer_runs_once_between_two_plain_runs_and_no_oftener(clock):
     plain, least = variant("plain", clock, [2.0]), variant("least", clock, [3.0])
     proof.measure_ms(measurable(), plain, [least])
-    assert (plain.step_ms, least.step_ms, clock.s) == (pytest.approx(2000.0), pytest.approx(3000.0), 5.0)
+    assert (plain.step_ms, least.step_ms, clock.s) == (pytest.approx(2000.0), pytest.approx(3000.0), 7.0)
+
+
+def test_a_machine_that_changes_its_speed_changes_no_ratio(clock):
+    half_speed = [0.1] * 4 + [0.05] + [0.1] * 20  # the least sample of the plain one is from its only fast run
+    plain, least = variant("plain", clock, half_speed), variant("least", clock, [0.12])
+    proof.measure_ms(measurable(), plain, [least])
+    assert (plain.step_ms, least.step_ms) == (pytest.approx(100.0), pytest.approx(120.0))
+
+
+def test_the_plain_variant_is_timed_alone_where_there_is_no_other(clock):
+    plain = variant("plain", clock, [0.2])
+    proof.measure_ms(measurable(), plain, [])
+    assert plain.step_ms == pytest.approx(200.0)
 
 
 def test_the_plain_variant_runs_once_to_prove_several(clock):

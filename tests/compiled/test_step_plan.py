@@ -47,3 +47,13 @@ def test_code_that_has_been_read_is_believed_before_the_sum_of_ops():
     assert _believed_ms(shape, unread.saved) == 12.0 + 2.0 * 2.0 / 4.0, "and half of what its ops add up to"
     shape.variants.pop("ran")
     assert _believed_ms(shape, read.saved, read.code_ms) == 12.5 and _believed_ms(shape, unread.saved) == 14.0
+
+
+def test_one_variant_that_was_measured_as_too_fast_makes_no_other_one_free():
+    plain = variant("plain", 0.0, step_ms=10.0)
+    ran = [variant(f"ran {ms}", ms, step_ms=10.0 + took) for ms, took in ((1.0, 1.0), (2.0, -0.5), (4.0, 3.0))]
+    shape = SimpleNamespace(variants={v.name: v for v in (plain, *ran)})
+
+    believed = [_believed_ms(shape, variant("unread", ms).saved) for ms in (0.5, 1.5, 2.0, 3.0, 8.0)]
+
+    assert believed == [10.125, 10.25, 10.25, 11.625, 16.0]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from lowtide.device.generators import forked, state_of
 from lowtide.device.timing import calls_ms
 from lowtide.step.bits import same_bits
 
-_SAMPLES, _SAMPLED_MS = 3, 300.0  # of each variant, at least, after the first
-_ENOUGH_MS = 600.0  # of each variant: no more samples are taken
+_SAMPLES, _SAMPLED_MS = 8, 300.0  # of each variant, at least
+_ENOUGH_MS = 1000.0  # of each variant: no more samples are taken
 _SEED = 0
 
 
@@ -43,34 +44,43 @@ def _difference(found: list[tuple[str, torch.Tensor | None]], expected: list[tup
 
 
 def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant]) -> None:
-    """Time forward and backward of ``others`` on their device, in turns with ``plain``; the least sample becomes
-    ``step_ms``. Where ``plain`` has been timed before, its time stays, and the others are in its measure.
+    """Time forward and backward of ``others`` on their device, each between two runs of ``plain``; the median of the
+    ratios to these two becomes ``step_ms``, in the measure of ``plain.step_ms``, which is set where it is not there.
 
-    All have run before, to be proven. Of a small layer the first turn is slow all the same, so it takes more of them.
+    A machine that others use as well changes its speed from one run to the next. The least of each variant's samples
+    would be off by 4 %, as much as variants differ by; the ratios are off by 2.
+
+    All have run before, to be proven. Of a small layer the first turns are slow all the same, so it takes more of them.
 
     Where kernels do nothing, a variant's time is that of its code on a device of the table.
     """
-    variants = [plain, *others]
     if values_off.times_of:
-        for variant in variants:
+        for variant in (plain, *others):
             variant.step_ms = variant.code_ms
         return
-    taken: dict[str, list[float]] = {v.name: [] for v in variants}
     device = captured.device
     with forked(device), captured.ambient.entered(), captured.alone():
         inputs = captured.sample_inputs()
-        while not _is_enough(len(taken[plain.name]), sum(map(sum, taken.values())) / len(variants)):
-            for variant in variants:
-                step = partial(_results, _runnable(variant), inputs, device)
-                taken[variant.name].append(calls_ms(step, 1, device, time.process_time))
-    now_ms = min(taken[plain.name])
-    plain.step_ms = plain.step_ms or now_ms
-    for variant in others:
-        variant.step_ms = min(taken[variant.name]) * plain.step_ms / now_ms
+
+        def run_ms(variant: Variant) -> float:
+            return calls_ms(partial(_results, _runnable(variant), inputs, device), 1, device, time.process_time)
+
+        timed = others or [plain]
+        ratios: list[list[float]] = [[] for _ in timed]
+        plain_ms, spent_ms = [run_ms(plain)], 0.0
+        while not _is_enough(len(ratios[0]), spent_ms / len(timed)):
+            for variant, found in zip(timed, ratios, strict=True):
+                ms = run_ms(variant)
+                plain_ms.append(run_ms(plain))
+                found.append(2 * ms / sum(plain_ms[-2:]))
+                spent_ms += ms
+    plain.step_ms = plain.step_ms or median(plain_ms)
+    for variant, found in zip(others, ratios):
+        variant.step_ms = median(found) * plain.step_ms
 
 
 def _is_enough(turns: int, spent_ms: float) -> bool:
-    return spent_ms >= _ENOUGH_MS or (turns > _SAMPLES and spent_ms >= _SAMPLED_MS)
+    return spent_ms >= _ENOUGH_MS or (turns >= _SAMPLES and spent_ms >= _SAMPLED_MS)
 
 
 def _runnable(variant: Variant) -> Compiled:

@@ -9,6 +9,9 @@ import hashlib
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
+
+import numpy as np
 
 from lowtide.compiled import saved_sets
 from lowtide.compiled.captured_layer import Variant
@@ -391,20 +394,41 @@ def _believed_ms(shape: LayerShape, saved: SavedSet, code_ms: float = 0.0) -> fl
     """Estimated time of a layer's step under a variant that has not run.
 
     What it takes beyond the plain one is by its code, or by the sum of its ops where there is no code yet, which is too
-    much, since fused ops take less time than alone. It is scaled by the error of the nearest variant that has run.
+    much, since fused ops take less time than alone. Variants that have run say how much too much: the more a variant
+    computes, the longer its step, and what was measured otherwise is spread over its neighbours.
     """
     plain = shape.variants[PLAIN]
 
     def extra_ms(saved: SavedSet, ms: float) -> float:
         return ms - plain.code_ms if code_ms and ms else saved.recompute_ms
 
-    ran = {v.name: extra_ms(v.saved, v.code_ms) for v in shape.variants.values() if v.step_ms and v is not plain}
-    ran = {name: extra for name, extra in ran.items() if extra > 0}
+    ran = [
+        (extra_ms(v.saved, v.code_ms), v.step_ms - plain.step_ms)
+        for v in shape.variants.values()
+        if v.step_ms and v is not plain
+    ]
+    ran = sorted((extra, took) for extra, took in ran if extra > 0)
     own = extra_ms(saved, code_ms)
-    near = min(ran, key=lambda name: abs(ran[name] - own), default=None)
-    if near is None:
+    if not ran:
         return plain.step_ms + own
-    return plain.step_ms + own * max(0.0, shape.variants[near].step_ms - plain.step_ms) / ran[near]
+    extras, took = [0.0, *(extra for extra, _ in ran)], [0.0, *_rising([took for _, took in ran])]
+    if own > extras[-1]:
+        return plain.step_ms + own * took[-1] / extras[-1]
+    return plain.step_ms + float(np.interp(own, extras, took))
+
+
+def _rising(numbers: Sequence[float]) -> list[float]:
+    """The numbers from zero up that never fall and are closest to ``numbers`` by squares: those that fall are pooled.
+
+    Ayer et al., "An Empirical Distribution Function for Sampling with Incomplete Information", 1955,
+    https://doi.org/10.1214/aoms/1177728423.
+    """
+    pools: list[list[float]] = []
+    for number in numbers:
+        pools.append([number])
+        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    return [max(0.0, fmean(pool)) for pool in pools for _ in pool]
 
 
 def _stored_bytes(variant: Variant, outputs_held: bool) -> int:
