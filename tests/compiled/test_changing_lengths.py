@@ -10,6 +10,7 @@ from lowtide.compiled import captured_layer, layer_calls, samples
 from lowtide.compiled.compiled_model import _many_shapes
 from lowtide.compiled.generated_code import UnreadableCodeError
 from lowtide.compiled.input_shapes import InputShapes, shapes_of
+from lowtide.compiled.partitioner import ChoicesFoundError
 from lowtide.compiled.sizes import Sizes
 from lowtide.measurement.allocator import peak_bytes
 
@@ -182,6 +183,20 @@ def test_conditions_that_dynamo_no_longer_checks_belong_to_all_that_is_compiled_
     layer.sizes = Sizes(layer.sizes.symbols, (100, 100))
     with pytest.raises(UnreadableCodeError, match="holds for other sizes"):
         layer.variant("plain", None, kernels=False)
+
+
+@pytest.mark.thorough
+def test_what_pytorch_would_save_is_not_asked_where_that_would_be_for_one_size(monkeypatch):
+    layer = captured(Small(), torch.randn(4, 24, 8, requires_grad=True))
+    sizes = [f for f in layer._fakes if isinstance(f, torch.SymInt)]
+    rows = sizes[layer.sizes.numbers.index(4)]
+
+    def fixing_the_size(*args, **options):
+        assert rows == 4
+        raise ChoicesFoundError
+
+    monkeypatch.setattr(layer, "_compile", fixing_the_size)
+    assert layer.pytorchs_sets() == [] and not rows.node.expr.is_number
 
 
 def test_a_sample_has_the_strides_of_the_input():

@@ -42,9 +42,16 @@ def test_cold_runs_of_a_small_layer_leave_time_for_warm_ones(clock):
 
 
 def test_a_large_layer_runs_once_between_two_plain_runs_and_no_oftener(clock):
-    plain, least = variant("plain", clock, [2.0]), variant("least", clock, [3.0])
+    plain, least = variant("plain", clock, [2.0]), variant("least", clock, [4.0])
     proof.measure_ms(measurable(), plain, [least])
-    assert (plain.step_ms, least.step_ms, clock.s) == (pytest.approx(2000.0), pytest.approx(3000.0), 7.0)
+    assert (plain.step_ms, least.step_ms, clock.s) == (pytest.approx(2000.0), pytest.approx(4000.0), 8.0)
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [([0.15], 6), ([0.15, 0.12] * 50, 30)], ids=["quiet", "uneven"])
+def test_an_uneven_machine_is_sampled_oftener(clock, seconds, turns):
+    plain, least = variant("plain", clock, [0.1]), variant("least", clock, seconds)
+    proof.measure_ms(measurable(), plain, [least])
+    assert clock.s == pytest.approx(0.1 + sum(0.1 + s for s in (seconds * turns)[:turns]))
 
 
 def test_a_machine_that_changes_its_speed_changes_no_ratio(clock):

@@ -94,11 +94,11 @@ def test_a_watched_step_shows_what_a_launch_takes_and_the_bound_is_told(graph):
     assert slow.launch_us == pytest.approx(2e3)
     assert costs_of(graph, slow).record_us == pytest.approx(7.5 * 2e3)
     assert costs_of(graph, quick).record_us == 15.0
-    assert "the host is the bound of forward and backward" in why_of_host(graph, slow)
-    assert why_of_host(graph, quick) == ""
+    assert "the host is the bound of forward and backward" in why_of_host(graph, costs_of(graph, slow), slow)
+    assert why_of_host(graph, costs_of(graph, quick), quick) == ""
 
 
 def test_where_an_op_has_no_time_but_that_of_its_launch_nothing_is_said(graph):
     times = watched(graph, 0.01, timed=False)
 
-    assert times.launch_us is None and why_of_host(graph, times) == ""
+    assert times.launch_us is None and why_of_host(graph, costs_of(graph, times), times) == ""

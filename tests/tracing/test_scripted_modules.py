@@ -1,6 +1,7 @@
 """Scripted modules (TorchScript) inside a model: each call is one op, once TorchScript has optimized its code."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.recording import step_recording
+from lowtide.recording.watched_times import costs_of
 from lowtide.step import whole_modules
 
 pytestmark = [
@@ -136,6 +139,31 @@ def test_nothing_is_learned_from_a_call_before_torchscript_has_optimized_its_cod
     assert "TorchScript optimizes scripted code" in why[0]
     assert status.planned_steps == 1
     assert not any("when it runs again" in reason for reason in status.reasons)
+
+
+def test_what_its_compiler_takes_for_new_shapes_is_no_time_of_a_call(monkeypatch):
+    model = nn.Sequential(nn.Linear(64, 64), fresh_gate(), nn.Linear(64, 64))
+    x = torch.randn(256, 64)
+    run, known = whole_modules.ObservedModuleCall.run, []
+    monkeypatch.setattr(
+        step_recording, "costs_of", lambda graph, times: known.append((graph, costs_of(graph, times))) or known[-1][1]
+    )
+
+    def compiling(call):
+        time.sleep(0.5)
+        return run(call)
+
+    monkeypatch.setattr(whole_modules.ObservedModuleCall, "run", compiling)
+    with lowtide.fit(model, budget="70%") as fit:
+        for _ in range(3):
+            model(x).square().mean().backward()
+            model.zero_grad()
+            fit.wait()
+        assert fit.status().planned_steps == 1
+
+    ((graph, costs),) = known
+    (ms,) = [ms for op, ms in zip(graph.ops, costs.op_ms) if op.name.startswith("function.") and not op.backward]
+    assert 0 < ms < 250
 
 
 def test_without_that_guard_its_results_are_saved_for_good(monkeypatch):

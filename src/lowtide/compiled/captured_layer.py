@@ -387,7 +387,8 @@ class CapturedLayer:
 
     def run_again(self, name: str) -> Variant:
         """The layer as PyTorch compiles it, storing nothing: backward runs it again as a whole."""
-        plain = self._code.made[None]
+        plain, layer = self._code.made[None], self.layer
+        assert layer is not None
         run, lowered = plain.run, plain.lowered
         read = self._read(lowered)
         once, held = read.memory, self._read(lowered, holds_given=True).memory
@@ -400,7 +401,8 @@ class CapturedLayer:
             backward_peak_bytes=max(once.forward_peak_bytes, kept + held.backward_peak_bytes) + state,
             backward_end_bytes=once.backward_end_bytes + kept - state,
         )
-        saved = SavedSet(None, 0, memory.forward_peak_bytes, memory.backward_peak_bytes, 0.0)
+        forward_ms = sum(layer.costs.op_ms[: layer.turn_op])
+        saved = SavedSet(None, 0, memory.forward_peak_bytes, memory.backward_peak_bytes, forward_ms)
         again = storing_inputs_only(run, draws=self.device if self.draws else None)
         code_ms = 2 * read.forward_ms + read.backward_ms
         return Variant(name, saved, memory, again, code_ms=code_ms, runs_again=True, kernels=plain.kernels)

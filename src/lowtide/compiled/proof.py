@@ -1,9 +1,10 @@
 """Whether a variant of a layer gives the bits of the plain one, and how long a step of it takes."""
 
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from lowtide.device.generators import forked, state_of
 from lowtide.device.timing import calls_ms
 from lowtide.step.bits import same_bits
 
-_SAMPLES, _SAMPLED_MS = 8, 300.0  # of each variant, at least
-_ENOUGH_MS = 1000.0  # of each variant: no more samples are taken
+_SAMPLES, _SAMPLED_MS = 6, 300.0  # of each variant, at least
+_ERROR = 0.01  # of the median ratio, at which no more samples are taken
+_MOST_MS = 4000.0  # of each variant, whatever its error
 _SEED = 0
 
 
@@ -48,7 +50,8 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
     ratios to these two becomes ``step_ms``, in the measure of ``plain.step_ms``, which is set where it is not there.
 
     A machine that others use as well changes its speed from one run to the next. The least of each variant's samples
-    would be off by 4 %, as much as variants differ by; the ratios are off by 2.
+    would be off by 4 %, as much as variants differ by, however many there are. The ratios show their error, and more
+    samples are taken until it is small.
 
     All have run before, to be proven. Of a small layer the first turns are slow all the same, so it takes more of them.
 
@@ -68,7 +71,7 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
         timed = others or [plain]
         ratios: list[list[float]] = [[] for _ in timed]
         plain_ms, spent_ms = [run_ms(plain)], 0.0
-        while not _is_enough(len(ratios[0]), spent_ms / len(timed)):
+        while not _is_enough(ratios, spent_ms / len(timed)):
             for variant, found in zip(timed, ratios, strict=True):
                 ms = run_ms(variant)
                 plain_ms.append(run_ms(plain))
@@ -79,8 +82,17 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
         variant.step_ms = median(found) * plain.step_ms
 
 
-def _is_enough(turns: int, spent_ms: float) -> bool:
-    return spent_ms >= _ENOUGH_MS or (turns >= _SAMPLES and spent_ms >= _SAMPLED_MS)
+def _is_enough(ratios: Sequence[Sequence[float]], spent_ms: float) -> bool:
+    turns = len(ratios[0])
+    if spent_ms >= _MOST_MS:
+        return True
+    return turns >= _SAMPLES and spent_ms >= _SAMPLED_MS and max(map(_error, ratios)) <= _ERROR
+
+
+def _error(ratios: Sequence[float]) -> float:
+    """Standard error of the median of normal numbers with such quartiles."""
+    first, middle, third = quantiles(ratios, n=4)
+    return 0.93 * (third - first) / (middle * math.sqrt(len(ratios)))
 
 
 def _runnable(variant: Variant) -> Compiled:

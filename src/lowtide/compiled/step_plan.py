@@ -394,8 +394,8 @@ def _believed_ms(shape: LayerShape, saved: SavedSet, code_ms: float = 0.0) -> fl
     """Estimated time of a layer's step under a variant that has not run.
 
     What it takes beyond the plain one is by its code, or by the sum of its ops where there is no code yet, which is too
-    much, since fused ops take less time than alone. Variants that have run say how much too much: the more a variant
-    computes, the longer its step, and what was measured otherwise is spread over its neighbours.
+    much, since fused ops take less time than alone, and never too little. Variants that have run say how much too much:
+    the more a variant computes, the longer its step, and what was measured otherwise is spread over its neighbours.
     """
     plain = shape.variants[PLAIN]
 
@@ -412,9 +412,8 @@ def _believed_ms(shape: LayerShape, saved: SavedSet, code_ms: float = 0.0) -> fl
     if not ran:
         return plain.step_ms + own
     extras, took = [0.0, *(extra for extra, _ in ran)], [0.0, *_rising([took for _, took in ran])]
-    if own > extras[-1]:
-        return plain.step_ms + own * took[-1] / extras[-1]
-    return plain.step_ms + float(np.interp(own, extras, took))
+    believed = own * took[-1] / extras[-1] if own > extras[-1] else float(np.interp(own, extras, took))
+    return plain.step_ms + (believed if code_ms else min(own, believed))
 
 
 def _rising(numbers: Sequence[float]) -> list[float]:

@@ -117,9 +117,13 @@ def costs_of(graph: StepGraph, times: WatchedTimes) -> Costs:
     )
 
 
-def why_of_host(graph: StepGraph, times: WatchedTimes) -> str:
-    """That the host bounds a planned step of ``graph``, in a sentence; "" where it does not, or nobody knows yet."""
-    return tape_costs(graph, _op_ms(graph, times), times.launch_us).told() if times.are_known() else ""
+def why_of_host(graph: StepGraph, costs: Costs, times: WatchedTimes) -> str:
+    """That the host bounds a planned step of ``graph``, in a sentence; "" where it does not, or nobody knows yet.
+
+    Args:
+        costs: Those of ``times``.
+    """
+    return tape_costs(graph, costs.op_ms, times.launch_us).told() if times.are_known() else ""
 
 
 def _op_ms(graph: StepGraph, times: WatchedTimes) -> Sequence[float]:

@@ -9,7 +9,7 @@ stay those of the Function.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -157,6 +157,15 @@ class ObservedFunctionCall:
     def peak_bytes(self) -> int:
         """What it allocates that no operator shows, its results included; 0 where that is not known yet."""
         return 0
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether what it took may be mostly its compiler's, though the call is settled."""
+        return False
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Inside, another run is compiled by nobody."""
+        return nullcontext()
 
     @property
     def how(self) -> CallOfFunction:

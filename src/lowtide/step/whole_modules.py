@@ -17,7 +17,7 @@ import fnmatch
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -263,6 +263,15 @@ class ObservedModuleCall(ObservedFunctionCall):
         return (
             0 if self._compiled is None else self._compiled.peak_bytes.get(self.how.kind(tuple(self.tensors)).place, 0)
         )
+
+    @property
+    def may_compile(self) -> bool:
+        """TorchScript optimizes code anew for other shapes, and in the second call of each, which takes 20 to 500 times
+        what the code takes."""
+        return is_scripted(self._module)
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        return torch.jit.optimized_execution(False)
 
     def run(self) -> Any:
         call = self._module._call_impl if self._compiled is None else self._compiled

@@ -135,7 +135,7 @@ class RecordedSteps:
             if recorded.times.are_known():
                 self._unread.remove(recorded)
                 graph, costs = self._with_state(recorded.graph), costs_of(recorded.graph, recorded.times)
-                if why := why_of_host(graph, recorded.times):
+                if why := why_of_host(graph, costs, recorded.times):
                     self._reasons.say_first("host", why)
                 self._budget.follow_state()
                 self._plans_by_shape.request(
