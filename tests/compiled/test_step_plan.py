@@ -33,6 +33,37 @@ def test_a_choice_of_compiled_variants_is_gone_on_from(monkeypatch):
     assert is_worth(monkeypatch, "ready", 100.0, 100.0)
 
 
+@pytest.mark.parametrize("is_priced", [True, False], ids=["priced", "unpriced"])
+def test_the_largest_of_pytorchs_sets_that_fits_all_layers_is_tried(monkeypatch, is_priced):
+    """By its code "0.7" takes more than it looked like, and "0.5" has other bits: "0.3" is what is left."""
+    bytes_of = {"0.3": 30, "0.5": 50, "0.7": 60}
+    done: list[tuple[str, bool]] = []
+    refused: set[str] = set()
+    shape = SimpleNamespace(
+        variants={"plain": SimpleNamespace(code_ms=1.0 if is_priced else 0.0)},
+        pytorchs=list(bytes_of),
+        name_of=lambda saved: "" if saved in refused else saved,
+    )
+    planner = object.__new__(StepPlanner)
+    planner.moments, planner.shapes, planner._distinct = [], {"0": shape, "1": shape}, [shape]
+    monkeypatch.setattr(planner, "_options", dict, raising=False)
+    monkeypatch.setattr(step_plan, "peak_of", lambda moments, options, variants: bytes_of[variants["1"]])
+
+    def advance(choice, *, kernels):
+        (name,) = set(choice.variants.values())
+        if (name, kernels) in done:
+            return False
+        done.append((name, kernels))
+        bytes_of["0.7"] = 80
+        if name == "0.5":
+            refused.add(name)
+        return True
+
+    monkeypatch.setattr(planner, "_advance", advance)
+    planner._try_pytorchs(65)
+    assert done == [(name, not is_priced) for name in ("0.7", "0.5", "0.3")]
+
+
 def variant(name, recompute_ms, *, code_ms=0.0, step_ms=0.0):
     return Variant(name, SavedSet((name,), 0, 0, 0, recompute_ms), None, step_ms=step_ms, code_ms=code_ms)
 

@@ -408,7 +408,8 @@ class CapturedLayer:
         return Variant(name, saved, memory, again, code_ms=code_ms, runs_again=True, kernels=plain.kernels)
 
     def pytorchs_sets(self) -> list[SavedSet]:
-        """What PyTorch saves under each of its memory budgets, of a layer that has been compiled once.
+        """What PyTorch saves under each of its memory budgets, the least first, of a layer that has been compiled once;
+        none where its code would be for one size.
 
         Its rules know what Inductor fuses; the solver adds up ops. So each of the two finds what the other misses.
         """
@@ -417,11 +418,11 @@ class CapturedLayer:
         try:
             with self._new_conditions(), suppress(ChoicesFoundError):
                 self._compile(choices, [], reuse=False)
-        except UnreadableCodeError:  # they would be for one size
+        except UnreadableCodeError:
             return []
         by_name = {node.name: node for node in nodes.nodes}
         found = []
-        for names in dict.fromkeys(tuple(sorted(_made_in_forward(values))) for values in choices.found):
+        for names in [tuple(sorted(_made_in_forward(values))) for values in choices.found]:
             saved = saving(self.layer, [base_of(by_name[name]).name for name in names])
             found.append(replace(saved, names=names))  # of a view too: then the code is what PyTorch makes
         return found

@@ -60,6 +60,7 @@ class LayerShape:
     Attributes:
         variants: By name; ``plain`` and ``run again`` are always there.
         proposed: By name, what the solver proposes and has no code yet.
+        pytorchs: What PyTorch saves under each of its memory budgets, the least first, once that is proposed.
         unreadable: By the names that are saved, why their code is not used.
         whole: It is the model as one graph. Then the peak of its forward and backward counts, not what it holds while
             others run.
@@ -82,6 +83,7 @@ class LayerShape:
                     name, found.saved, found.memory, None, found.step_ms, found.code_ms, found.refused
                 )
         self.proposed: dict[str, SavedSet] = {}
+        self.pytorchs: list[SavedSet] = []
         self.unreadable: dict[tuple[str, ...] | None, str] = {}
         self._other, self._has_front = other, False
         if captured.sends:
@@ -177,18 +179,24 @@ class LayerShape:
         assert self.captured.layer is not None
         self.propose(front(self.captured.layer))
         if not self.captured.sends:  # else what ranks send is saved, whatever it costs
-            self.propose(self.captured.pytorchs_sets())
+            self.pytorchs = self.captured.pytorchs_sets()
+            self.propose(self.pytorchs)
 
     def propose(self, sets: Sequence[SavedSet]) -> bool:
         """Add the sets that are new. Whether there were any."""
         known = {v.saved.names for v in self.variants.values()} | {s.names for s in self.proposed.values()}
-        new = [s for s in sets if s.names not in known | self.unreadable.keys()]
-        for saved in new:
+        new = {s.names: s for s in sets if s.names not in known | self.unreadable.keys()}
+        for saved in new.values():
             name = f"saving {len(saved.names or ())} values, {format_bytes(saved.stored_bytes)}"
             while name in self.variants or name in self.proposed:
                 name += "'"
             self.proposed[name] = saved
         return bool(new)
+
+    def name_of(self, saved: SavedSet) -> str:
+        """Of the variant that saves the same values; "" if there is none, or it is not used."""
+        sets = {name: v.saved for name, v in self.variants.items() if not v.refused} | self.proposed
+        return next((name for name, s in sets.items() if s.names == saved.names), "")
 
     def read(self, name: str) -> None:
         """Make the code of a proposed variant, and read it."""

@@ -169,6 +169,7 @@ class StepPlanner:
         for shape in self._distinct:
             shape.make_least()
             shape.propose_front()
+        self._try_pytorchs(limit)
         rounds = 0
         while rounds < _ROUNDS:
             choice = fastest_within(self.moments, self._options(), limit)
@@ -179,6 +180,24 @@ class StepPlanner:
             rounds += 1
             if not (self._lean_further() if choice is None else self._refine(choice)):
                 break
+
+    def _try_pytorchs(self, limit: int) -> None:
+        """Read what PyTorch would save in all layers alike under the largest of its memory budgets that fits.
+
+        By sums of ops it may look too slow to be tried. Where code has no price, it is compiled and timed too.
+        """
+        priced = all(shape.variants[PLAIN].code_ms for shape in self._distinct)
+
+        def alike(budget: int) -> dict[str, str]:
+            return {layer: shape.name_of(shape.pytorchs[budget]) for layer, shape in self.shapes.items()}
+
+        for budget in reversed(range(min(len(shape.pytorchs) for shape in self._distinct))):
+            while all((variants := alike(budget)).values()):
+                peak_bytes = peak_of(self.moments, self._options(), variants)
+                if peak_bytes > limit:
+                    break
+                if not self._advance(Choice(variants, peak_bytes, 0.0), kernels=not priced):
+                    return
 
     def _is_worth(self, choice: Choice, limit: int) -> bool:
         """Whether what ``choice`` has that is not compiled is worth the seconds that takes: times are only believed."""
