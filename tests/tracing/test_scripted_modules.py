@@ -166,6 +166,19 @@ def test_what_its_compiler_takes_for_new_shapes_is_no_time_of_a_call(monkeypatch
     assert 0 < ms < 250
 
 
+def test_a_run_for_its_time_that_fails_ends_no_step(monkeypatch):
+    def failing(call):
+        raise RuntimeError("no run without optimization")
+
+    monkeypatch.setattr(whole_modules.ObservedModuleCall, "uncompiled", failing)
+    model = nn.Sequential(nn.Linear(64, 64), fresh_gate(), nn.Linear(64, 64))
+    with lowtide.fit(model, budget="70%") as fit:
+        for _ in range(3):
+            model(torch.randn(256, 64)).square().mean().backward()
+        assert fit.status().steps == 3
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_without_that_guard_its_results_are_saved_for_good(monkeypatch):
     monkeypatch.setattr(whole_modules, "_is_settled", lambda module: True)
     model = nn.Sequential(nn.Linear(64, 64), fresh_gate(), nn.Linear(64, 64))

@@ -193,11 +193,11 @@ class OnlineCall(ObservedFunctionCall):
             try:
                 if not tape.problem:
                     self._finish(ctx, output)
+                    if other is not None and self._call.may_compile and self.why_kept == "":
+                        self.seconds = min(self.seconds or math.inf, self._uncompiled_s())
             except Exception as error:  # nothing of ours may end the step
                 tape.give_up(error)
             if other is not None:  # now that it is known what the call is
-                if self._call.may_compile and self.why_kept == "":
-                    self.seconds = min(self.seconds or math.inf, self._uncompiled_s())
                 other(ctx, output)
 
         with ExitStack() as around:
