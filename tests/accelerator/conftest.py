@@ -13,7 +13,7 @@ from lowtide.training import recorded_steps
 @pytest.fixture(autouse=True)
 def host_bound_is_not_told(monkeypatch):
     """Whether the host is the bound of steps as small as these depends on what else the machine does."""
-    monkeypatch.setattr(recorded_steps, "why_of_host", lambda graph, times: "")
+    monkeypatch.setattr(recorded_steps, "why_of_host", lambda graph, costs, times: "")
 
 
 @pytest.fixture

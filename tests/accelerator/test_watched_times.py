@@ -47,7 +47,7 @@ def test_an_op_takes_what_the_device_needs_for_it(fit):
 
 
 def test_where_the_host_is_the_bound_is_told(fit, monkeypatch):
-    monkeypatch.setattr(recorded_steps, "why_of_host", lambda graph, times: "the host is the bound")
+    monkeypatch.setattr(recorded_steps, "why_of_host", lambda graph, costs, times: "the host is the bound")
     fit, step = fit
     step()
     fit.wait()
