@@ -88,3 +88,12 @@ def test_one_variant_that_was_measured_as_too_fast_makes_no_other_one_free():
     believed = [_believed_ms(shape, variant("unread", ms).saved) for ms in (0.5, 1.5, 2.0, 3.0, 8.0)]
 
     assert believed == [10.125, 10.25, 10.25, 11.625, 16.0]
+
+
+def test_what_was_measured_as_dear_makes_no_unread_variant_dearer_than_its_ops_alone():
+    plain = variant("plain", 0.0, code_ms=10.0, step_ms=10.0)
+    ran = variant("ran", 4.0, code_ms=11.0, step_ms=18.0)  # twice what its ops add up to: the machine was busy
+    shape = SimpleNamespace(variants={v.name: v for v in (plain, ran)})
+
+    assert _believed_ms(shape, variant("unread", 2.0).saved) == 12.0
+    assert _believed_ms(shape, variant("read", 2.0).saved, 10.5) == 14.0, "its code was read, so that is no bound"
