@@ -73,7 +73,8 @@ def test_dropout_inside_is_drawn_again_from_its_seed_and_keeps_its_mask():
 
     (planner,) = compiled._planners.values()
     (shape,) = set(planner.shapes.values())
-    shape.read("least")
+    if "least" not in shape.variants:  # else a budget had it read
+        shape.read("least")
     planner._compile([(shape, "least")])
     least = shape.variants["least"]
     assert not least.refused and least.saved.names == ("inductor_seeds_default",)
