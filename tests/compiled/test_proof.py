@@ -41,17 +41,45 @@ def test_cold_runs_of_a_small_layer_leave_time_for_warm_ones(clock):
     assert (plain.step_ms, least.step_ms) == (pytest.approx(10.0), pytest.approx(12.0))
 
 
-def test_a_large_layer_runs_once_between_two_plain_runs_and_no_oftener(clock):
+def test_a_large_layer_runs_twice_between_plain_runs_and_no_oftener(clock):
     plain, least = variant("plain", clock, [2.0]), variant("least", clock, [4.0])
     proof.measure_ms(measurable(), plain, [least])
-    assert (plain.step_ms, least.step_ms, clock.s) == (pytest.approx(2000.0), pytest.approx(4000.0), 8.0)
+    assert (plain.step_ms, least.step_ms, clock.s) == (pytest.approx(2000.0), pytest.approx(4000.0), 14.0)
 
 
-@pytest.mark.parametrize(("seconds", "turns"), [([0.15], 6), ([0.15, 0.12] * 50, 30)], ids=["quiet", "uneven"])
+@pytest.mark.parametrize(
+    ("seconds", "turns"),
+    [([0.15], 6), ([0.15, 0.12] * 50, 15), ([0.3, 0.28] * 50, 6)],
+    ids=["quiet", "uneven", "uneven, but known well enough to be slow"],
+)
 def test_an_uneven_machine_is_sampled_oftener(clock, seconds, turns):
     plain, least = variant("plain", clock, [0.1]), variant("least", clock, seconds)
     proof.measure_ms(measurable(), plain, [least])
     assert clock.s == pytest.approx(0.1 + sum(0.1 + s for s in (seconds * turns)[:turns]))
+
+
+def test_what_is_known_well_enough_waits_for_no_other(clock):
+    plain, quiet = variant("plain", clock, [0.1]), variant("quiet", clock, [0.15])
+    uneven = variant("uneven", clock, [0.15, 0.12] * 50)
+    proof.measure_ms(measurable(), plain, [quiet, uneven])
+    assert clock.s == pytest.approx(0.1 + 15 * 0.1 + 6 * 0.15 + 15 * 0.135 + 0.015)
+
+
+def test_drawing_what_backward_begins_with_is_no_time_of_a_variant(clock, monkeypatch):
+    weight = torch.ones(1, requires_grad=True)
+    plain, least = variant("plain", clock, [0.1]), variant("least", clock, [0.12])
+    for one in (plain, least):
+        one.run = lambda *inputs, run=one.run: [run(*inputs)[0] + weight]
+
+    def drawn(like):
+        clock.s += 1.0
+        return torch.ones_like(like)
+
+    monkeypatch.setattr(proof, "random_like", drawn)
+    given = measurable()
+    given.sample_inputs = lambda: [weight]
+    proof.measure_ms(given, plain, [least])
+    assert (plain.step_ms, least.step_ms) == (pytest.approx(100.0), pytest.approx(120.0))
 
 
 def test_a_machine_that_changes_its_speed_changes_no_ratio(clock):
@@ -82,3 +110,10 @@ def test_a_later_variant_is_in_the_measure_of_the_first_time(clock):
     proof.measure_ms(measurable(), plain, [later])
 
     assert (plain.step_ms, later.step_ms) == (10.0, pytest.approx(15.0))
+
+
+def test_what_samples_differ_by_is_the_error_of_a_time(clock):
+    plain, steady, uneven = (variant(name, clock, [0.1]) for name in ("plain", "steady", "uneven"))
+    uneven.run = variant("uneven", clock, [0.2, 0.1] * 50).run
+    proof.measure_ms(measurable(), plain, [steady, uneven])
+    assert steady.error == pytest.approx(0.0, abs=1e-9) and 0.1 < uneven.error < 0.3

@@ -8,7 +8,7 @@ from lowtide.compiled import step_plan
 from lowtide.compiled.captured_layer import Variant
 from lowtide.compiled.choice import Choice
 from lowtide.compiled.saved_sets import SavedSet
-from lowtide.compiled.step_plan import StepPlanner, _believed_ms
+from lowtide.compiled.step_plan import _BELIEF_ERROR_OF_EXTRA, StepPlanner, _believed_ms, _expected_ms
 
 
 def is_worth(monkeypatch, name, layers_ms, ready_ms):
@@ -97,3 +97,35 @@ def test_what_was_measured_as_dear_makes_no_unread_variant_dearer_than_its_ops_a
 
     assert _believed_ms(shape, variant("unread", 2.0).saved) == 12.0
     assert _believed_ms(shape, variant("read", 2.0).saved, 10.5) == 14.0, "its code was read, so that is no bound"
+
+
+def test_a_lucky_time_counts_by_its_error():
+    plain = variant("plain", 0.0, step_ms=10.0)
+    lucky, again = variant("lucky", 2.0, step_ms=9.0), variant("again", 4.0, step_ms=14.0)
+    shape = SimpleNamespace(variants={v.name: v for v in (plain, lucky, again)})
+
+    assert _expected_ms(shape, lucky) == 9.0, "nothing says that it is off"
+    lucky.error = _BELIEF_ERROR_OF_EXTRA * 2.0 / lucky.step_ms  # as far off as beliefs are
+    assert _expected_ms(shape, lucky) == pytest.approx((9.0 + 12.0) / 2)
+    lucky.error *= 3
+    assert _expected_ms(shape, lucky) == pytest.approx(12.0 - 3.0 / 10)
+    shape.variants.pop("again")
+    assert _expected_ms(shape, lucky) == 9.0, "there is nothing else to go by"
+
+
+def test_a_time_that_is_known_well_counts_more_than_its_neighbour():
+    plain = variant("plain", 0.0, step_ms=10.0)
+    known, guessed = variant("known", 2.0, step_ms=12.0), variant("guessed", 4.0, step_ms=9.0)
+    shape = SimpleNamespace(variants={v.name: v for v in (plain, known, guessed)})
+
+    known.error, guessed.error = 0.01, 0.03
+    assert _believed_ms(shape, variant("unread", 8.0).saved) == pytest.approx(10.0 + 2.0 * (0.9 * 2.0 - 0.1 * 1.0))
+
+
+def test_what_has_run_may_take_longer_than_its_ops_add_up_to():
+    plain, again = variant("plain", 0.0, step_ms=10.0), variant("again", 4.0, step_ms=16.0)
+    lucky = variant("lucky", 2.0, step_ms=10.0)
+    lucky.error = 100.0  # nothing is known of it
+    shape = SimpleNamespace(variants={v.name: v for v in (plain, again, lucky)})
+
+    assert _expected_ms(shape, lucky) == pytest.approx(13.0, abs=0.01)

@@ -28,7 +28,7 @@ from lowtide.compiled.generated_code import (
 from lowtide.compiled.joint_nodes import JointNodes, base_of, is_size, is_tangent
 from lowtide.compiled.joint_trace import JointTrace
 from lowtide.compiled.kernels_later import KernelsLater
-from lowtide.compiled.known_variants import layer_digest
+from lowtide.compiled.known_variants import KnownVariant, layer_digest
 from lowtide.compiled.layer_graph import LayerGraph, layer_graph
 from lowtide.compiled.partitioner import BudgetedChoices, ChoicesFoundError, PlannedPartitioner, draws
 from lowtide.compiled.samples import Sample, num_parts, part_of
@@ -54,6 +54,7 @@ class Variant:
         run: The compiled function; None while only its code has been read.
         kernels: Those of ``run``: ``compile()`` waits for them before it first runs.
         step_ms: Forward and backward of one layer, measured, perhaps by an earlier run; 0 before.
+        error: Standard error of that, as a share of it.
         code_ms: The same by the shapes in its code, on an accelerator; 0 where nobody has read it for that.
         refused: Why it is not used; "" where nothing speaks against it.
         runs_again: It is the plain one, whose forward backward runs again as a whole.
@@ -65,6 +66,7 @@ class Variant:
     memory: VariantMemory
     run: Compiled | None = None
     step_ms: float = 0.0
+    error: float = 0.0
     code_ms: float = 0.0
     refused: str = ""
     runs_again: bool = False
@@ -75,6 +77,10 @@ class Variant:
     def is_tried(self) -> bool:
         """It has run, in this run or an earlier one."""
         return self.run is not None or self.step_ms > 0
+
+    def take_time_of(self, other: Variant | KnownVariant) -> None:
+        """The same code was timed as ``other``."""
+        self.step_ms, self.error = other.step_ms, other.error
 
 
 @dataclass(frozen=True)

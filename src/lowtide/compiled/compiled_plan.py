@@ -19,7 +19,7 @@ class PlannedVariant:
         layers: How many layers run it.
         stored_bytes: A layer holds so much from forward to backward, by its code.
         backward_bytes: Peak of a layer's backward beyond what lives when it begins, by its code.
-        step_ms: Forward and backward of one layer, measured.
+        step_ms: Forward and backward of one layer, as measured, and as others make believe where times differ much.
     """
 
     name: str

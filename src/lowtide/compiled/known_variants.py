@@ -23,7 +23,7 @@ from lowtide.cache_files import cache_dir, keep_newest, read_file, write_file
 from lowtide.compiled.generated_code import VariantMemory
 from lowtide.compiled.saved_sets import SavedSet
 
-_VERSION = 2
+_VERSION = 3
 _MOST_FILES = 200
 _MOST_SEARCHES = 100
 
@@ -40,6 +40,7 @@ class KnownVariant:
     saved: SavedSet
     memory: VariantMemory
     step_ms: float
+    error: float
     code_ms: float
     refused: str
 
@@ -71,8 +72,8 @@ class KnownVariants:
             names = fields["saved"]["names"]
             saved = SavedSet(**fields["saved"] | {"names": None if names is None else tuple(names)})
             memory = VariantMemory(**fields["memory"])
-            ms = float(fields["step_ms"]), float(fields["code_ms"])
-            found[name] = KnownVariant(saved, memory, *ms, str(fields["refused"]))
+            step_ms, error, code_ms = (float(fields[field]) for field in ("step_ms", "error", "code_ms"))
+            found[name] = KnownVariant(saved, memory, step_ms, error, code_ms, str(fields["refused"]))
         self.variants, self.searched = found, [str(digest) for digest in entry["searched"]]
 
     def keep(self, variants: dict[str, KnownVariant], searched: str) -> None:

@@ -77,10 +77,10 @@ class LayerShape:
         self.variants: dict[str, Variant] = {PLAIN: plain, AGAIN: again}
         for name, found in self.known.variants.items():
             if name in self.variants:
-                self.variants[name].step_ms = found.step_ms
+                self.variants[name].take_time_of(found)
             else:
                 self.variants[name] = Variant(
-                    name, found.saved, found.memory, None, found.step_ms, found.code_ms, found.refused
+                    name, found.saved, found.memory, None, found.step_ms, found.error, found.code_ms, found.refused
                 )
         self.proposed: dict[str, SavedSet] = {}
         self.pytorchs: list[SavedSet] = []
@@ -115,7 +115,8 @@ class LayerShape:
                 found = max(within, key=self._step_bytes)
                 first = self.variants[found.name] = self.captured.compiled(found)
                 (first.refused,) = why_not_equal(self.captured, [first], plain)
-                first.step_ms = found.step_ms if first.memory == found.memory else 0.0
+                if first.memory == found.memory:
+                    first.take_time_of(found)
                 if not first.refused and self._step_bytes(first) <= limit:
                     return
         self.make_least()
@@ -157,7 +158,7 @@ class LayerShape:
             self.unreadable[saved.names] = f"{LEAST}: {error}"
             return False
         if known is not None and known.memory == least.memory:
-            least.step_ms = known.step_ms
+            least.take_time_of(known)
         (least.refused,) = why_not_equal(captured, [least], plain)
         if least.refused and not captured.sends:
             again = self.variants[AGAIN] = captured.run_again(AGAIN)
@@ -242,7 +243,8 @@ class LayerShape:
     def keep_known(self, searched: str) -> None:
         """For later runs. ``searched``: for what all were found that a search proposes; "" if for nothing."""
         variants = {
-            n: KnownVariant(v.saved, v.memory, v.step_ms, v.code_ms, v.refused) for n, v in self.variants.items()
+            n: KnownVariant(v.saved, v.memory, v.step_ms, v.error, v.code_ms, v.refused)
+            for n, v in self.variants.items()
         }
         self.known.keep(variants, searched)
 

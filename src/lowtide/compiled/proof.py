@@ -17,8 +17,8 @@ from lowtide.device.timing import calls_ms
 from lowtide.step.bits import same_bits
 
 _SAMPLES, _SAMPLED_MS = 6, 300.0  # of each variant, at least
-_ERROR = 0.01  # of the median ratio, at which no more samples are taken
-_MOST_MS = 4000.0  # of each variant, whatever its error
+_LEAST_SAMPLES, _MOST_MS = 2, 2000.0  # where they take so long: of each variant, whatever its error
+_ERROR, _ERROR_OF_EXTRA = 0.01, 0.1  # of the median ratio, and of what it is beyond 1: no more samples are taken
 _SEED = 0
 
 
@@ -30,7 +30,7 @@ def why_not_equal(captured: CapturedLayer, variants: Sequence[Variant], plain: V
         inputs = captured.sample_inputs()
 
         def results(variant: Variant) -> list[tuple[str, torch.Tensor | None]]:
-            return _results(_runnable(variant), [_copy(t) for t in inputs], captured.device)
+            return _results(_runnable(variant), [_copy(t) for t in inputs], captured.device, [])
 
         expected = results(plain)  # meanwhile compilers may be at the others' kernels
         return [_difference(results(variant), expected) for variant in variants]
@@ -46,12 +46,12 @@ def _difference(found: list[tuple[str, torch.Tensor | None]], expected: list[tup
 
 
 def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant]) -> None:
-    """Time forward and backward of ``others`` on their device, each between two runs of ``plain``; the median of the
-    ratios to these two becomes ``step_ms``, in the measure of ``plain.step_ms``, which is set where it is not there.
+    """Time forward and backward of ``others`` on their device, in turns between two runs of ``plain``. The median of
+    the ratios to these two becomes ``step_ms``, in the measure of ``plain.step_ms``, which is set where it is missing.
 
     A machine that others use as well changes its speed from one run to the next. The least of each variant's samples
-    would be off by 4 %, as much as variants differ by, however many there are. The ratios show their error, and more
-    samples are taken until it is small.
+    would be off by 4 %, as much as variants differ by, however many there are. The ratios show their error, and a
+    variant is sampled until that is small.
 
     All have run before, to be proven. Of a small layer the first turns are slow all the same, so it takes more of them.
 
@@ -63,36 +63,56 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
         return
     device = captured.device
     with forked(device), captured.ambient.entered(), captured.alone():
-        inputs = captured.sample_inputs()
+        inputs, directions = captured.sample_inputs(), list[torch.Tensor]()
 
         def run_ms(variant: Variant) -> float:
-            return calls_ms(partial(_results, _runnable(variant), inputs, device), 1, device, time.process_time)
+            step = partial(_results, _runnable(variant), inputs, device, directions)
+            return calls_ms(step, 1, device, time.process_time)
 
-        timed = others or [plain]
-        ratios: list[list[float]] = [[] for _ in timed]
-        plain_ms, spent_ms = [run_ms(plain)], 0.0
-        while not _is_enough(ratios, spent_ms / len(timed)):
-            for variant, found in zip(timed, ratios, strict=True):
-                ms = run_ms(variant)
-                plain_ms.append(run_ms(plain))
-                found.append(2 * ms / sum(plain_ms[-2:]))
-                spent_ms += ms
+        taken = [_Taken(variant) for variant in others or [plain]]
+        plain_ms = [run_ms(plain)]
+        while wanted := [one for one in taken if not one.is_enough()]:
+            took_ms = [run_ms(one.variant) for one in wanted]
+            plain_ms.append(run_ms(plain))
+            before_ms, after_ms = plain_ms[-2:]
+            for place, (one, ms) in enumerate(zip(wanted, took_ms, strict=True), start=1):
+                one.add(ms, before_ms + (after_ms - before_ms) * place / (len(wanted) + 1))
     plain.step_ms = plain.step_ms or median(plain_ms)
-    for variant, found in zip(others, ratios):
-        variant.step_ms = median(found) * plain.step_ms
+    for one in taken if others else []:
+        ratio = median(one.ratios)
+        one.variant.step_ms, one.variant.error = ratio * plain.step_ms, one.error / ratio
 
 
-def _is_enough(ratios: Sequence[Sequence[float]], spent_ms: float) -> bool:
-    turns = len(ratios[0])
-    if spent_ms >= _MOST_MS:
-        return True
-    return turns >= _SAMPLES and spent_ms >= _SAMPLED_MS and max(map(_error, ratios)) <= _ERROR
+class _Taken:
+    """Samples of one variant.
 
+    Attributes:
+        ratios: To what the plain one takes at that moment.
+    """
 
-def _error(ratios: Sequence[float]) -> float:
-    """Standard error of the median of normal numbers with such quartiles."""
-    first, middle, third = quantiles(ratios, n=4)
-    return 0.93 * (third - first) / (middle * math.sqrt(len(ratios)))
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+        self.ratios: list[float] = []
+        self._spent_ms = 0.0
+
+    def add(self, ms: float, plain_ms: float) -> None:
+        self.ratios.append(ms / plain_ms)
+        self._spent_ms += ms
+
+    def is_enough(self) -> bool:
+        if len(self.ratios) < _LEAST_SAMPLES:
+            return False
+        if self._spent_ms >= _MOST_MS:
+            return True
+        if len(self.ratios) < _SAMPLES or self._spent_ms < _SAMPLED_MS:
+            return False
+        return self.error <= max(_ERROR, _ERROR_OF_EXTRA * abs(median(self.ratios) - 1))
+
+    @property
+    def error(self) -> float:
+        """Standard error of the median of normal numbers with such quartiles."""
+        first, _, third = quantiles(self.ratios, n=4)
+        return 0.93 * (third - first) / math.sqrt(len(self.ratios))
 
 
 def _runnable(variant: Variant) -> Compiled:
@@ -106,15 +126,21 @@ def _copy(value: Any) -> Any:
     return copy_of(value) if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) else value
 
 
-def _results(run: Compiled, inputs: list[Any], device: torch.device) -> list[tuple[str, torch.Tensor | None]]:
-    """Everything that one step of the layer gives, by name."""
+def _results(
+    run: Compiled, inputs: list[Any], device: torch.device, directions: list[torch.Tensor]
+) -> list[tuple[str, torch.Tensor | None]]:
+    """Everything that one step of the layer gives, by name.
+
+    Args:
+        directions: What backward begins with; drawn where there is none yet.
+    """
     torch.manual_seed(_SEED)
     with torch.enable_grad():
         outputs = [t for t in run(*inputs) if isinstance(t, torch.Tensor)]
     differentiable = [t for t in outputs if t.requires_grad]
     tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
     wanted = [t for t in tensors if t.requires_grad]
-    directions = [random_like(t) for t in differentiable]
+    directions += [random_like(t) for t in differentiable[len(directions) :]]
     gradients: Sequence[Any] = ()
     if differentiable:
         gradients = torch.autograd.grad(differentiable, wanted, directions, allow_unused=True)

@@ -9,7 +9,6 @@ import hashlib
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
 
 import numpy as np
 
@@ -25,6 +24,8 @@ from lowtide.plan import COMPILED
 from lowtide.units import format_bytes
 
 _ROUNDS = 2
+_BELIEF_ERROR, _BELIEF_ERROR_OF_EXTRA = 0.01, 0.2  # of the plain time and of what is believed beyond it: mostly off
+_LEAST_ERROR = 0.01  # of a time that was measured, whatever its samples say
 _WORTH = 0.002  # of the layers' time, by which another choice has to be faster
 _LEANER = 0.6  # of the peak in backward, where nothing fits
 _IN_PLACE_OF_REFUSED = (1.0, 0.97, 0.94, 0.9, 0.85)  # of the limit
@@ -306,7 +307,7 @@ class StepPlanner:
         """``variant`` in the place of what was only read of it."""
         variant.refused = why_not
         if variant.memory == read.memory:
-            variant.step_ms = read.step_ms
+            variant.take_time_of(read)
         shape.variants[variant.name] = variant
         if variant.refused:
             self.refused.append(f"{variant.name}: {variant.refused}")
@@ -353,11 +354,9 @@ class StepPlanner:
             counts.setdefault((id(self.shapes[layer]), name), []).append(layer)
         used: list[PlannedVariant] = []
         for (_, name), layers in counts.items():
-            found: Variant = self.shapes[layers[0]].variants[name]
-            memory = found.memory
-            used.append(
-                PlannedVariant(name, len(layers), memory.stored_bytes, memory.backward_peak_bytes, found.step_ms)
-            )
+            shape = self.shapes[layers[0]]
+            memory, step_ms = shape.variants[name].memory, _expected_ms(shape, shape.variants[name])
+            used.append(PlannedVariant(name, len(layers), memory.stored_bytes, memory.backward_peak_bytes, step_ms))
         moment = peak_moment(self.moments, self._options(ready=True), choice.variants)
         inside = decisions_of(self.shapes, choice.variants)
         return CompiledPlan(
@@ -398,7 +397,7 @@ def _options_of(shape: LayerShape, *, ready: bool, refused: bool = False, output
             _stored_bytes(v, outputs_held),
             v.memory.forward_peak_bytes,
             v.memory.backward_peak_bytes,
-            v.step_ms or _believed_ms(shape, v.saved, v.code_ms),
+            _expected_ms(shape, v),
         )
         for name, v in shape.variants.items()
         if (refused or not v.refused) and (v.is_tried or not ready)
@@ -409,6 +408,27 @@ def _options_of(shape: LayerShape, *, ready: bool, refused: bool = False, output
     return found
 
 
+def _expected_ms(shape: LayerShape, variant: Variant) -> float:
+    """Time of a layer's step under a variant that has run: as measured, drawn towards what the others make believe.
+
+    Of several variants the choice takes the one that was lucky when it was timed, so times would be too short where
+    samples differ much. What is measured counts by its error. What is believed is in proportion to what the variant
+    computes besides, as it is of the others, and counts by how far that is off mostly.
+    """
+    if not variant.step_ms:
+        return _believed_ms(shape, variant.saved, variant.code_ms)
+    plain = shape.variants[PLAIN]
+    ran = _ran(shape, variant.code_ms, without=variant)
+    if not variant.error or not ran:
+        return variant.step_ms
+    slope = sum(w * extra * took for extra, took, w in ran) / sum(w * extra**2 for extra, _, w in ran)
+    extra_ms = max(0.0, slope) * _extra_ms(shape, variant.saved, variant.code_ms)
+    error_ms = variant.error * variant.step_ms
+    belief_error_ms = max(_BELIEF_ERROR * plain.step_ms, _BELIEF_ERROR_OF_EXTRA * extra_ms)
+    share = belief_error_ms**2 / (error_ms**2 + belief_error_ms**2)
+    return share * variant.step_ms + (1 - share) * (plain.step_ms + extra_ms)
+
+
 def _believed_ms(shape: LayerShape, saved: SavedSet, code_ms: float = 0.0) -> float:
     """Estimated time of a layer's step under a variant that has not run.
 
@@ -416,37 +436,50 @@ def _believed_ms(shape: LayerShape, saved: SavedSet, code_ms: float = 0.0) -> fl
     much, since fused ops take less time than alone, and never too little. Variants that have run say how much too much:
     the more a variant computes, the longer its step, and what was measured otherwise is spread over its neighbours.
     """
-    plain = shape.variants[PLAIN]
-
-    def extra_ms(saved: SavedSet, ms: float) -> float:
-        return ms - plain.code_ms if code_ms and ms else saved.recompute_ms
-
-    ran = [
-        (extra_ms(v.saved, v.code_ms), v.step_ms - plain.step_ms)
-        for v in shape.variants.values()
-        if v.step_ms and v is not plain
-    ]
-    ran = sorted((extra, took) for extra, took in ran if extra > 0)
-    own = extra_ms(saved, code_ms)
+    plain, own = shape.variants[PLAIN], _extra_ms(shape, saved, code_ms)
+    ran = _ran(shape, code_ms)
     if not ran:
         return plain.step_ms + own
-    extras, took = [0.0, *(extra for extra, _ in ran)], [0.0, *_rising([took for _, took in ran])]
+    extras, took, weights = zip(*ran, strict=True)
+    extras, took = (0.0, *extras), (0.0, *_rising(took, weights))
     believed = own * took[-1] / extras[-1] if own > extras[-1] else float(np.interp(own, extras, took))
     return plain.step_ms + (believed if code_ms else min(own, believed))
 
 
-def _rising(numbers: Sequence[float]) -> list[float]:
+def _extra_ms(shape: LayerShape, saved: SavedSet, code_ms: float) -> float:
+    """What a variant computes beyond the plain one: by its code, or by the sum of its ops where that has no price."""
+    return code_ms - shape.variants[PLAIN].code_ms if code_ms else saved.recompute_ms
+
+
+def _ran(shape: LayerShape, code_ms: float, without: Variant | None = None) -> list[tuple[float, float, float]]:
+    """Of the variants that have run and compute more than the plain one, the least first: what they compute and take
+    beyond it, and how much that counts.
+
+    Args:
+        code_ms: Of the variant that is asked for: 0 where it goes by sums of ops.
+    """
+    plain = shape.variants[PLAIN]
+    return sorted(
+        (extra, v.step_ms - plain.step_ms, 1.0 / max(v.error, _LEAST_ERROR) ** 2)
+        for v in shape.variants.values()
+        if v.step_ms and v not in (plain, without)
+        if (extra := _extra_ms(shape, v.saved, v.code_ms if code_ms else 0.0)) > 0
+    )
+
+
+def _rising(numbers: Sequence[float], weights: Sequence[float]) -> list[float]:
     """The numbers from zero up that never fall and are closest to ``numbers`` by squares: those that fall are pooled.
 
     Ayer et al., "An Empirical Distribution Function for Sampling with Incomplete Information", 1955,
     https://doi.org/10.1214/aoms/1177728423.
     """
-    pools: list[list[float]] = []
-    for number in numbers:
-        pools.append([number])
-        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
-            pools[-2:] = [pools[-2] + pools[-1]]
-    return [max(0.0, fmean(pool)) for pool in pools for _ in pool]
+    pools: list[tuple[float, float, int]] = []  # mean, weight, how many
+    for number, weight in zip(numbers, weights, strict=True):
+        pools.append((number, weight, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (one, its, few), (other, theirs, more) = pools[-2:]
+            pools[-2:] = [((one * its + other * theirs) / (its + theirs), its + theirs, few + more)]
+    return [max(0.0, mean) for mean, _, count in pools for _ in range(count)]
 
 
 def _stored_bytes(variant: Variant, outputs_held: bool) -> int:
