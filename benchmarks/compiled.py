@@ -1,6 +1,7 @@
 """A compiled decoder, by PyTorch's options and by lowtide: CPU, one thread, one JSON line per method.
 
     python benchmarks/compiled.py            eight layers; an hour, half of it compiling
+    python benchmarks/compiled.py --only layers   without whole graphs and ``lowtide.fit``: the file's other lines stay
     python benchmarks/compiled.py --quick    a toy, to see that it runs
 
 The decoder is that of ``decoder.py``. It is compiled layer by layer, and again as one graph ("whole graph"). PyTorch's
@@ -30,6 +31,7 @@ from pathlib import Path
 from interleaved_methods import MALLOC_FIXED
 from paired_times import paired_times
 from provenance import provenance
+from result_lines import replace_lines
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "compiled_cpu.jsonl"
@@ -59,7 +61,10 @@ def main() -> int:
             [sys.executable, __file__, *sys.argv[1:], "--here"], env=environment, stdout=subprocess.PIPE, check=False
         )
     if found.returncode == 0:
-        args.out.write_bytes(found.stdout)
+        lines = [json.loads(text) for text in found.stdout.splitlines()]
+        old = [json.loads(text) for text in args.out.read_text().splitlines()] if args.only else []
+        order = dict.fromkeys(line["method"] for line in [*old, *lines])
+        replace_lines(args.out, lines, by="method", order=list(order))
         print(f"wrote {args.out}", file=sys.stderr)
     return found.returncode
 
@@ -69,6 +74,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds of every method (default 9)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true", help="a toy model, one round, two methods of each side")
+    parser.add_argument("--only", choices=["layers"], help="what is compiled layer by layer: the other lines stay")
     parser.add_argument("--here", action="store_true", help="in this process, lines to stdout")
     return parser.parse_args()
 
@@ -105,12 +111,14 @@ class Bench:
         from lowtide.measurement.timing import time_ms
 
         self._pytorchs_ways()
-        self._pytorchs_whole_graphs()
+        if not self.args.only:
+            self._pytorchs_whole_graphs()
         found = {name: self._outcome(name) for name in self.ways}
         peaks = {name: peak for name, (peak, _) in found.items()}
         self._lowtides_ways(peaks)
-        self._lowtides_whole_graphs(peaks)
-        self._fitted_ways(peaks)
+        if not self.args.only:
+            self._lowtides_whole_graphs(peaks)
+            self._fitted_ways(peaks)
         found |= {name: self._outcome(name) for name in self.ways if name not in found}
         plain, times, ratios = paired_times(
             partial(time_ms, self.ways[PLAIN]),

@@ -21,14 +21,19 @@ def compiled_table(lines: list[dict]) -> str:
         "",
         f'{first["case"][0].upper()}{first["case"][1:]}. Models are compiled layer by layer; "whole graph" rows '
         "compile the model as one graph. Times are process CPU time, relative to compile alone by layer: medians of "
-        f"{first['rounds']} interleaved rounds ± half the quartile range, with freed memory kept in the process. Peaks "
-        "are the allocator's. Gradients are compared with compile alone, those of a whole graph with compile alone of "
-        "the whole graph. The predicted time is that of the compiled part, relative to its own plain code. The first "
-        "step begins with an empty cache of compiled code; lowtide's plans share one cache. "
+        f"{_each(lines, 'rounds')} interleaved rounds ± half the quartile range, with freed memory kept in the "
+        "process. Peaks are the allocator's. Gradients are compared with compile alone, those of a whole graph with "
+        "compile alone of the whole graph. The predicted time is that of the compiled part, relative to its own plain "
+        "code. The first step begins with an empty cache of compiled code; lowtide's plans share one cache. "
         f"{first['device']}, {first['threads']} thread, torch {first['torch']}, transformers {first['transformers']}, "
-        f"commit {first['commit']}.",
+        f"commit {_each(lines, 'commit')}.",
     ]
     return "\n".join(rows)
+
+
+def _each(lines: list[dict], key: str) -> str:
+    """What lines have there: more than one thing where several runs filled the table."""
+    return " or ".join(dict.fromkeys(str(line[key]) for line in lines))
 
 
 CUDA_COLUMNS = ("method", "activations", "of plain", "predicted", "off", "launches", "variants")

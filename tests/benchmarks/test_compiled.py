@@ -42,3 +42,9 @@ def test_other_bits_and_infeasible_budgets_stay_in_the_table():
 
     assert rows["memory budget 0.1"].endswith("**differ** |")
     assert "infeasible, least 2.0 MiB" in rows["lowtide 0.10"]
+
+
+def test_a_table_of_two_runs_names_both():
+    lines = [SHARED | RAN | {"method": name, "bitwise_equal": True} for name in ("eager", "compile alone")]
+    table = compiled_table([lines[0], lines[1] | {"rounds": 9, "commit": "def"}])
+    assert "medians of 7 or 9 interleaved rounds" in table and "commit abc or def." in table
