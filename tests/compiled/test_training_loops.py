@@ -17,6 +17,7 @@ from lowtide.compiled.compiled_plan import CompiledPlan
 from lowtide.compiled.counted_steps import CountedStep, CountedSteps
 from lowtide.compiled.generated_code import UnreadableCodeError
 from lowtide.compiled.input_shapes import shapes_of
+from lowtide.compiled.partitioner import BudgetedChoices
 from lowtide.measurement.allocator import peak_bytes
 from lowtide.step.batches import Call
 from lowtide.training.budget import StepBudget
@@ -145,7 +146,8 @@ def test_a_budget_that_no_plan_fits_leaves_the_plan_in_force_and_nothing_is_comp
     compiled_now, compile_layer = [], captured_layer.CapturedLayer._compile
 
     def counting(captured, partitioner, lowered, *, reuse):
-        compiled_now.append((id(captured), partitioner.saved))
+        if not isinstance(partitioner, BudgetedChoices):  # which asks PyTorch what it would save, and compiles nothing
+            compiled_now.append((id(captured), partitioner.saved))
         return compile_layer(captured, partitioner, lowered, reuse=reuse)
 
     monkeypatch.setattr(captured_layer.CapturedLayer, "_compile", counting)
