@@ -117,3 +117,12 @@ def test_what_samples_differ_by_is_the_error_of_a_time(clock):
     uneven.run = variant("uneven", clock, [0.2, 0.1] * 50).run
     proof.measure_ms(measurable(), plain, [steady, uneven])
     assert steady.error == pytest.approx(0.0, abs=1e-9) and 0.1 < uneven.error < 0.3
+
+
+def test_a_machine_that_gets_slower_within_a_turn_favours_none_of_its_variants(clock):
+    plain, first, second = (
+        variant(name, clock, [start + 0.3 * turn for turn in range(50)])
+        for name, start in (("plain", 0.1), ("first", 0.2), ("second", 0.3))
+    )
+    proof.measure_ms(measurable(), plain, [first, second])
+    assert first.step_ms == pytest.approx(plain.step_ms) == second.step_ms

@@ -409,7 +409,8 @@ def _options_of(shape: LayerShape, *, ready: bool, refused: bool = False, output
 
 
 def _expected_ms(shape: LayerShape, variant: Variant) -> float:
-    """Time of a layer's step under a variant that has run: as measured, drawn towards what the others make believe.
+    """Time of a layer's step under a variant that has code: as measured, drawn towards what the others make believe;
+    only what they make believe where it has not run.
 
     Of several variants the choice takes the one that was lucky when it was timed, so times would be too short where
     samples differ much. What is measured counts by its error. What is believed is in proportion to what the variant
@@ -462,7 +463,7 @@ def _ran(shape: LayerShape, code_ms: float, without: Variant | None = None) -> l
     return sorted(
         (extra, v.step_ms - plain.step_ms, 1.0 / max(v.error, _LEAST_ERROR) ** 2)
         for v in shape.variants.values()
-        if v.step_ms and v not in (plain, without)
+        if v.step_ms and v is not plain and v is not without
         if (extra := _extra_ms(shape, v.saved, v.code_ms if code_ms else 0.0)) > 0
     )
 
