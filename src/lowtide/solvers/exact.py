@@ -33,7 +33,6 @@ from lowtide.solvers.candidate import Candidate
 from lowtide.solvers.decomposition.decomposed_search import DecomposedSearch
 from lowtide.solvers.decomposition.master import ColumnGeneration
 from lowtide.solvers.decomposition.segments import segments
-from lowtide.solvers.graph_queries import ops_worth_replaying
 from lowtide.solvers.infeasible import infeasible_error
 from lowtide.solvers.least_peak import LeastPeakSearch
 from lowtide.solvers.local_search import LazyPath, descent
@@ -64,9 +63,8 @@ class ExactSearch:
     @cached_property
     def _models(self) -> tuple[DecomposedSearch | None, MonolithicSearch | None]:
         """Built when first asked for: the least peak is found without them."""
-        coarse = None
-        if len(ops_worth_replaying(self.graph)) <= tuning.MONOLITHIC_OPS:
-            coarse = CoarseGraph(self.context, segments(self.graph))
+        whole = MonolithicSearch.of(self.context)
+        coarse = None if whole is None else whole.coarse
         columns = None if coarse is not None and coarse.size <= tuning.MONOLITHIC_SIZE else self._columns(coarse)
         if columns is None and (coarse is None or coarse.size > tuning.MONOLITHIC_NO_REPEATS_SIZE):
             coarse = self._coarse_by_segment()

@@ -6,7 +6,8 @@ The search does not read op times or a clock, so its answer depends on the graph
 - the columns with the lowest peak, where segments are planned apart;
 - everything recomputed, in graphs of few events; where several backward passes ask for the same, also as often as each
   of them asks;
-- the best of all choices, in graphs of few storages.
+- the best of all choices, in graphs of few storages;
+- the relaxation of one model of the step, rounded in several ways, where that is small.
 
 From each it takes the first change that lowers the peak, trying those with the fewest replays per byte first; to
 compare all changes each time left no time to get as low. Where no change helps, it flips a few decisions at random and
@@ -31,6 +32,7 @@ from lowtide.solvers.decomposition.master import ColumnGeneration
 from lowtide.solvers.graph_queries import choices, complete_actions, recomputable
 from lowtide.solvers.local_search import LazyPath, changes
 from lowtide.solvers.lower_bound.bound import bound_peak
+from lowtide.solvers.milp.monolithic import MonolithicSearch
 from lowtide.solvers.published.lazy_candidates import least_peak
 from lowtide.solvers.published.methods import chain_schedules, fixed_plans
 from lowtide.solvers.search_context import Evaluated, SearchContext
@@ -123,6 +125,9 @@ class LeastPeakSearch:
             yield evaluate(complete_actions(graph, graph.stored))
         if len(free := sorted(recomputable(graph))) <= tuning.LEAST_PEAK_ALL_CHOICES:
             yield min(map(evaluate, _all_actions(graph, free)), key=_height)
+        model = MonolithicSearch.of(self._context)
+        if model is not None and model.coarse.size <= tuning.LEAST_PEAK_MODEL_SIZE:
+            yield from model.min_peaks(tuning.ROUNDING_THRESHOLDS)
 
     def _least_published(self) -> Evaluated:
         return min(fixed_plans(self._context), key=lambda e: (e.peak_bytes, *e.rank))

@@ -31,6 +31,7 @@ LEAST_PEAK_EVENTS: Final = 2_500_000  # Simulated, replays included, all starts 
 LEAST_PEAK_START_EVENTS: Final = 800_000  # From one start. By trial.
 LEAST_PEAK_DEEP_EVENTS: Final = 3500  # Of the step: above, everything recomputed is too far from the least.
 LEAST_PEAK_ALL_CHOICES: Final = 8  # Storages that may be recomputed: up to here every choice is tried, 256 in 20 ms.
+LEAST_PEAK_MODEL_SIZE: Final = 5000  # Of one model, in 0.1 to 2 s: 0.5 to 10 points of activations (2026-11-28).
 LEAST_PEAK_RESTARTS: Final = 20  # From the best with a few decisions turned over. By trial.
 LEAST_PEAK_TURNS: Final = (1, 2, 4)  # Decisions of each kind that are turned over at a time, on average. By trial.
 LEAST_PEAKS_KEPT: Final = 16  # Graphs whose least is remembered.

@@ -2,11 +2,13 @@
 
 import math
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from lowtide.solvers import tuning
-from lowtide.solvers.graph_queries import complete_actions
+from lowtide.solvers.decomposition.segments import segments
+from lowtide.solvers.graph_queries import complete_actions, ops_worth_replaying
 from lowtide.solvers.local_search import descent
 from lowtide.solvers.milp.coarsening import CoarseGraph
 from lowtide.solvers.milp.highs import MilpResult, seconds_left
@@ -20,6 +22,13 @@ class MonolithicSearch:
     def __init__(self, context: SearchContext, coarse: CoarseGraph) -> None:
         self.context, self.coarse = context, coarse
         self._last: tuple[int, tuple[PeakModel, list[Evaluated], float]] | None = None  # by budget
+
+    @classmethod
+    def of(cls, context: SearchContext) -> "MonolithicSearch | None":
+        """For a step that may be one model; None where too many of its ops are worth replaying."""
+        if len(ops_worth_replaying(context.graph)) > tuning.MONOLITHIC_OPS:
+            return None
+        return cls(context, CoarseGraph(context, segments(context.graph)))
 
     def fastest(self, budget_bytes: int) -> SearchResult:
         """The faster of the rounded relaxation and, where that is not near enough to the bound, the MILP's answer."""
@@ -76,13 +85,17 @@ class MonolithicSearch:
 
     def min_peak(self) -> Evaluated | None:
         """The candidate with the least peak by the model; None if it finds nothing."""
+        return next(iter(self.min_peaks([0.5])), None)
+
+    def min_peaks(self, shares: Sequence[float]) -> list[Evaluated]:
+        """The same for each way to round what the model finds; ``shares`` as for ``PeakModel.choice``."""
         model = PeakModel(self.coarse, None)
         values = model.program.relax().values
         if self.coarse.size <= tuning.MIN_PEAK_MILP_SIZE:
             nodes = self.context.limits.node_limit if self.context.per_op else tuning.MIN_PEAK_NODES
             answer = self._minimise(model, math.inf, nodes=nodes)
             values = answer.values if len(answer.values) else values
-        return self._chosen(model, values) if len(values) else None
+        return [self._chosen(model, values, share) for share in shares] if len(values) else []
 
     def lower_peak(self, evaluated: Evaluated) -> Evaluated:
         """The candidate with the least peak that is as fast as ``evaluated``; only on graphs modelled op by op."""
