@@ -127,7 +127,7 @@ class LeastPeakSearch:
             yield min(map(evaluate, _all_actions(graph, free)), key=_height)
         model = MonolithicSearch.of(self._context)
         if model is not None and model.coarse.size <= tuning.LEAST_PEAK_MODEL_SIZE:
-            yield from model.min_peaks(tuning.ROUNDING_THRESHOLDS)
+            yield from model.rounded_min_peaks()
 
     def _least_published(self) -> Evaluated:
         return min(fixed_plans(self._context), key=lambda e: (e.peak_bytes, *e.rank))

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -85,17 +85,20 @@ class MonolithicSearch:
 
     def min_peak(self) -> Evaluated | None:
         """The candidate with the least peak by the model; None if it finds nothing."""
-        return next(iter(self.min_peaks([0.5])), None)
-
-    def min_peaks(self, shares: Sequence[float]) -> list[Evaluated]:
-        """The same for each way to round what the model finds; ``shares`` as for ``PeakModel.choice``."""
         model = PeakModel(self.coarse, None)
         values = model.program.relax().values
         if self.coarse.size <= tuning.MIN_PEAK_MILP_SIZE:
             nodes = self.context.limits.node_limit if self.context.per_op else tuning.MIN_PEAK_NODES
             answer = self._minimise(model, math.inf, nodes=nodes)
             values = answer.values if len(answer.values) else values
-        return [self._chosen(model, values, share) for share in shares] if len(values) else []
+        return self._chosen(model, values) if len(values) else None
+
+    def rounded_min_peaks(self) -> Iterator[Evaluated]:
+        """Where local search for the least peak may begin: what the relaxation finds, rounded in each way."""
+        model = PeakModel(self.coarse, None)
+        values = model.program.relax().values
+        for share in tuning.ROUNDING_THRESHOLDS if len(values) else ():
+            yield self._chosen(model, values, share)
 
     def lower_peak(self, evaluated: Evaluated) -> Evaluated:
         """The candidate with the least peak that is as fast as ``evaluated``; only on graphs modelled op by op."""
