@@ -129,3 +129,12 @@ def test_what_has_run_may_take_longer_than_its_ops_add_up_to():
     shape = SimpleNamespace(variants={v.name: v for v in (plain, again, lucky)})
 
     assert _expected_ms(shape, lucky) == pytest.approx(13.0, abs=0.01)
+
+
+def test_more_work_is_never_believed_to_save_time():
+    plain, faster = variant("plain", 0.0, step_ms=10.0), variant("faster", 4.0, step_ms=8.0)
+    lucky = variant("lucky", 2.0, step_ms=5.0)
+    lucky.error = 100.0  # nothing is known of it
+    shape = SimpleNamespace(variants={v.name: v for v in (plain, faster, lucky)})
+
+    assert _expected_ms(shape, lucky) == pytest.approx(10.0, abs=0.01), "as the plain one, not less"
