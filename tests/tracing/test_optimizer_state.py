@@ -295,3 +295,14 @@ def test_state_beside_state_counts_and_no_parameter_does():
     optimizer.step()
     assert existing_state_bytes(optimizer) == existing_state_bytes(OptimizerGroup([optimizer]))
     assert existing_state_bytes(optimizer) == sum(in_blocks(p.nbytes, p.device.type) for p in model.parameters())
+
+
+def test_state_is_counted_beside_gradients_that_are_sparse():
+    table = nn.EmbeddingBag(200, 8, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    table(torch.arange(6), torch.tensor([0, 3])).sum().backward()
+    optimizer.step()
+
+    assert table.weight.grad.is_sparse
+    block = in_blocks(table.weight.nbytes, table.weight.device.type)
+    assert existing_state_bytes(optimizer) == 2 * block

@@ -75,10 +75,38 @@ def test_graphs_that_are_held_for_ever_make_no_endless_step(model, budget):
         logged = []
         for _ in range(20):
             y, z = model(batch_of()), model(batch_of())
-            logged.append(y.sin().abs().mean())
-            loss_of(y + z).backward()
+            logged.append(z.sin().abs().mean())
+            loss_of(y).backward()
         assert fit.status().steps > 0
         assert "holds on to the graphs of earlier steps" in reasons_of(fit)
+
+
+def sum_of_two(model):
+    y, z = model(batch_of()), model(batch_of())
+    return loss_of(y + z), y.sin().abs().mean()
+
+
+def gradient_penalty(model):
+    """As of WGAN-GP: neither the output nor the gradient is reached whole by the loss's backward."""
+    x = batch_of().requires_grad_()
+    y = model(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return loss_of(model(batch_of())) + gradient.norm(dim=-1).mean(), y, gradient
+
+
+@pytest.mark.parametrize("calls", [sum_of_two, gradient_penalty])
+def test_one_backward_of_several_calls_ends_their_step_whatever_is_held(model, budget, calls):
+    with lowtide.fit(model, budget=budget + 2_000_000) as fit:
+        for _ in range(4):
+            loss, *held = calls(model)
+            loss.backward()
+            model.zero_grad()
+        assert fit.status().steps >= 3 and held
+        fit.wait()
+        loss, *held = calls(model)
+        assert fit.status().plans == 1
+        loss.backward()
+        assert fit.status().in_force and "holds on" not in reasons_of(fit)
 
 
 def test_the_backward_of_a_copy_in_the_middle_of_a_step_ends_nothing(model, fit):

@@ -126,7 +126,7 @@ def existing_state_bytes(optimizer: Any, device: torch.device | None = None) -> 
     own = _own(optimizer)
     if device is None:
         device = own[0].device if own else torch.device("cpu")
-    not_state = {_address(t) for p in own for held in (p, p.grad) if held is not None for t in parts_of(held)}
+    not_state = {_address(t) for p in own for held in (p, p.grad) if held is not None for t in _tensors_of(held)}
     found: dict[int, int] = {}
     for tensor in kept:
         is_counted = tensor.dim() > 0 or is_accelerator(device)  # on a CPU numbers take four bytes each

@@ -174,6 +174,14 @@ class TransientResult(ViewSpec):
         self.storage = weakref.ref(tensor.untyped_storage())
 
 
+class MadeAgain(weakref.ref):
+    """The mark of a storage that a replay has made: its Value, and the version that its tensor had then."""
+
+    __slots__ = ("version",)
+
+    version: int
+
+
 class Kept:
     """A tensor that the plan keeps, and the version it has now."""
 
@@ -233,9 +241,10 @@ def placeholder_for(tensor: Tensor, run: ExecutionState) -> Value | View | None:
         value = getattr(tensor.untyped_storage(), MARK, None)
     except (NotImplementedError, RuntimeError):  # sparse, functorch: no plain storage
         return None
-    if type(value) is weakref.ref:
+    version = None if value is None else value.version
+    if type(value) is MadeAgain:
         value = value()
-    if value is None or value.run is not run or value.version != tensor._version:
+    if value is None or value.run is not run or version != tensor._version:
         return None
     value.users += 1
     if value.output_ref() is tensor:
@@ -250,11 +259,13 @@ def placeholder_for(tensor: Tensor, run: ExecutionState) -> Value | View | None:
 def stand_for(value: Value, tensor: Tensor) -> None:
     """``tensor`` has been made again: where it is saved once more, ``value`` stands for it.
 
-    The mark is weak: the Value may hold this storage.
+    The mark is weak: the Value may hold this storage. What was written in place after its op, as the mask of a dropout,
+    is made again with other counts of writes.
     """
     storage = tensor.untyped_storage()
-    if value.version == tensor._version and MARK not in storage.__dict__:
-        storage.__dict__[MARK] = weakref.ref(value)
+    if MARK not in storage.__dict__:
+        mark = storage.__dict__[MARK] = MadeAgain(value)
+        mark.version = tensor._version
 
 
 def value_of(tensor: Tensor, run: ExecutionState) -> Value | None:

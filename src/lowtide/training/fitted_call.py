@@ -221,7 +221,8 @@ class FittedCall:
             moved = lifecycle.past.gradients_moved()
             if step.has_begun:
                 if moved or lifecycle.plans_by_shape.is_sharded or lifecycle.past.trains(roots):
-                    step.note_calls_reached(roots)
+                    if not creates:
+                        step.note_calls_reached(roots)
                     lifecycle.end_backward(error, retains=retains, creates=creates)
                 else:
                     step.is_shared = True

@@ -60,7 +60,7 @@ class RunningStep:
         is_shared: Another model's step or backward runs in it: what that takes is counted too.
         spoiled: It failed, or mixes with another: no plan comes of it.
         num_backwards: That have ended. ``retained``: the graph of one of them.
-        has_more_calls: Than planned.
+        has_more_calls: Than planned. ``calls_done``: through which a backward has run.
         nodes: Of autograd, made by each call; ``thrown_away``: how many of these are of graphs that are gone.
         graphs: Of what its calls returned: None once one is gone.
         calls_taken_in: Of the model, without gradients: part of the step.
@@ -87,6 +87,7 @@ class RunningStep:
         self.spoiled = False
         self.num_backwards = 0
         self.retained = self.has_more_calls = False
+        self.calls_done: set[int] = set()
         self.nodes: dict[int, range] = {}
         self.thrown_away: dict[int, int] = {}
         self.graphs: list[Callable[[], object]] = []
@@ -199,7 +200,7 @@ class RunningStep:
     @property
     def num_awaited(self) -> int:
         """Calls whose backward has not come."""
-        return len(self.shapes) - self.num_backwards
+        return len(self.shapes) - max(self.num_backwards, len(self.calls_done))
 
     @property
     def is_finished(self) -> bool:
@@ -216,9 +217,11 @@ class RunningStep:
         return reaches_any(roots, self.nodes)
 
     def note_calls_reached(self, roots: Iterable[Any]) -> None:
-        """One backward may be of more calls than its plan; in a pipeline each call has its own."""
-        planned = self.planned
-        if planned is not None and self.watch is None and 0 < len(planned.shapes) < len(self.shapes):
+        """One backward may be of several calls, and of more than its plan; in a pipeline each call has its own."""
+        planned = self.planned if self.watch is None else None
+        if self.watch is not None and len(self.shapes) > 1:
+            self.calls_done |= calls_reached(roots, self.nodes)
+        elif planned is not None and 0 < len(planned.shapes) < len(self.shapes):
             self.has_more_calls |= len(calls_reached(roots, self.nodes)) > len(planned.shapes)
 
     # -- the end --------------------------------------------------------------------------------------------
