@@ -104,3 +104,16 @@ def test_targets_are_those_that_were_just_made():
 
     assert found == y.nbytes + labels["labels"].nbytes + rows.nbytes
     assert len(data_set) == other.shape[0] == 9 and output.requires_grad
+
+
+def test_parts_of_what_was_written_since_have_no_graph_to_ask_for():
+    base = torch.randn(8, 4, requires_grad=True) * 2
+    part, _ = base.split(4)
+    base.mul_(2)
+    with pytest.raises(RuntimeError, match="multiple views"):
+        _ = part.grad_fn
+    model, x = nn.Linear(4, 4), torch.randn(4, 4)
+
+    found = likely_target_bytes(model, x, x.device)
+    del base, part, _
+    assert found == likely_target_bytes(model, x, x.device)

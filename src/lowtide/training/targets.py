@@ -25,7 +25,7 @@ def likely_target_bytes(model: nn.Module, batch: object, device: torch.device) -
     known |= {s._cdata for p in model.parameters() if p.grad is not None and (s := storage_of(p.grad))}
     found: dict[int, int] = {}
     for tensor in (o for generation in _YOUNG for o in gc.get_objects(generation) if type(o) is torch.Tensor):
-        if tensor.device != device or not tensor.dim() or tensor.shape[0] not in rows or tensor.grad_fn is not None:
+        if tensor.device != device or not tensor.dim() or tensor.shape[0] not in rows or tensor.requires_grad:
             continue
         storage = storage_of(tensor)
         if storage is not None and storage._cdata not in known:  # of rows of a data set the rows
