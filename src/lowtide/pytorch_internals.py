@@ -49,6 +49,7 @@ STEPS = Feature(
         "torch.autograd.Function.apply",  # from 2.14 on, where the other is C
         # Where ``torch.func`` forbids saved-tensor hooks.
         "torch._functorch.eager_transforms._vjp_with_argnums", "torch._functorch.eager_transforms.grad_and_value_impl",
+        "torch.autograd.forward_ad.enter_dual_level", "torch.autograd.forward_ad.exit_dual_level",  # runs as plain
         "torch.ctc_loss",  # which goes another way where a mode looks on
         "torch.autograd.profiler._run_on_profiler_start",  # a profiler starts: what counts leaves it the slot
         # And in C++ the table through which PyTorch calls Python: src/lowtide/device/csrc/planned_ops.cpp.
@@ -69,6 +70,7 @@ STEPS = Feature(
         "torch._C._dispatch_tls_is_dispatch_key_excluded", "torch._C._dispatch_tls_set_dispatch_key_excluded",
         "torch._C._dispatch_tls_local_include_set", "torch._C._dispatch_tls_local_exclude_set",
         "torch._C._ForceDispatchKeyGuard", "torch._C._AutoDispatchBelowADInplaceOrView", "torch._C._functorch",
+        "torch.autograd.forward_ad._current_level",
         "torch._C._are_functorch_transforms_active", "torch._functorch.eager_transforms", "torch._ops",
         "torch._use_cudnn_ctc_loss", "torch._subclasses.fake_tensor", "torch._C._accelerator_getDeviceStats",
         "torch._C._accelerator_isAllocatorInitialized",

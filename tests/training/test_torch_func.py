@@ -3,10 +3,13 @@
 import pytest
 import torch
 from support.watched_training import Layered, batch_of
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, vjp, vmap
+from torch.nn.functional import layer_norm
 
 import lowtide
 from lowtide.step import seam
+from lowtide.tape import plain_derivatives
 from lowtide.training.past_training import _MANY_CALLS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,7 +41,16 @@ def curvature(model, x):
     return {}
 
 
-KINDS = [with_grad, with_vjp, per_sample, curvature]
+def along_a_direction(model, x):
+    """Forward-mode AD. The formula of a layer norm has other bits where a dispatch mode is there."""
+    with forward_ad.dual_level():
+        y = layer_norm(model(forward_ad.make_dual(x, x.cos())), x.shape[1:])
+        slope = forward_ad.unpack_dual(y).tangent
+    names, parameters = zip(*model.named_parameters())
+    return dict(zip(names, torch.autograd.grad(slope.square().mean(), parameters, materialize_grads=True)))
+
+
+KINDS = [with_grad, with_vjp, per_sample, curvature, along_a_direction]
 
 
 def trained(inside, *, budget: str | None, between: bool) -> list[torch.Tensor]:
@@ -62,7 +74,7 @@ def trained(inside, *, budget: str | None, between: bool) -> list[torch.Tensor]:
         if fit is not None:
             fit.wait()
     if fit is not None:
-        assert fit.status().steps == 4 and fit.status().planned_steps
+        assert fit.status().steps >= 4 and fit.status().planned_steps
         fit.remove()
     return [p.detach().clone() for p in model.parameters()]
 
@@ -73,6 +85,22 @@ def test_transforms_beside_a_planned_step_run_as_plain(inside, between):
     plain = trained(inside, budget=None, between=between)
     ours = trained(inside, budget="70%", between=between)
     assert all(map(torch.equal, plain, ours))
+
+
+def of_a_layer_norm(x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(layer_norm(forward_ad.make_dual(x, x.cos()), x.shape[1:])).tangent
+
+
+def test_a_mode_in_place_would_change_bits_in_forward_mode(monkeypatch):
+    model, x = Layered(), batch_of()
+    expected = of_a_layer_norm(x)
+    with lowtide.fit(model, budget="1GiB"):
+        loss = model(x).square().mean()
+        assert torch.equal(of_a_layer_norm(x), expected)
+        monkeypatch.setattr(plain_derivatives, "anything_of_ours_is_on", lambda: False)
+        assert not torch.equal(of_a_layer_norm(x), expected)
+        loss.backward()
 
 
 def test_with_hooks_in_place_transforms_would_fail(monkeypatch):
@@ -98,7 +126,7 @@ def test_transforms_under_a_compiler_are_its_own():
         assert torch.equal(compiled(torch.ones(3)), torch.ones(3).cos())
 
 
-@pytest.mark.parametrize("step", ["transforms", "no backward"])
+@pytest.mark.parametrize("step", ["transforms", "forward mode", "no backward"])
 def test_steps_that_nobody_sees_are_told_of_after_ten_calls(step):
     model = Layered()
     with lowtide.fit(model, budget="1GiB") as fit:
@@ -106,10 +134,12 @@ def test_steps_that_nobody_sees_are_told_of_after_ten_calls(step):
             assert not [line for line in fit.warnings if "calls of the model" in line]
             if step == "transforms":
                 grad_and_value(of_parameters(model, batch_of()))(dict(model.named_parameters()))
+            elif step == "forward mode":
+                along_a_direction(model, batch_of())
             else:
                 model(batch_of())
         (line,) = [line for line in fit.warnings if "calls of the model" in line]
-        assert ("torch.func" in line) == (step == "transforms")
+        assert ("torch.func" in line) == (step != "no backward")
         if step == "no backward":
             for _ in range(2):
                 model(batch_of()).square().mean().backward()

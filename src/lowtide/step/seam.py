@@ -222,6 +222,11 @@ def hooks_of_ours_are_on() -> bool:
     return any(_is_ours(pack) for pack, _ in hooks_in_place())
 
 
+def anything_of_ours_is_on() -> bool:
+    """Whether hooks or a mode of ours are in place on this thread."""
+    return hooks_of_ours_are_on() or any(isinstance(mode, UncompiledMode) for mode in modes_in_place())
+
+
 @contextmanager
 def ours_away() -> Iterator[None]:
     """Inside, no mode, hooks or observer of ours is in place on this thread."""

@@ -22,6 +22,7 @@ from lowtide.step.whole_modules import called_whole
 from lowtide.tape.offload.open_tiers import open_tiers
 from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.online.online_tape import OnlineTape
+from lowtide.tape.plain_derivatives import is_in_forward_mode, is_inside_transform
 from lowtide.tape.program import TapedCall, program_of
 from lowtide.tape.tape import Counts, Tape
 from lowtide.tracing.model_facts import ModelFacts
@@ -102,9 +103,11 @@ def call_in_open_region(
 
 
 def cannot_tape() -> bool:
-    """Whether nothing can be taped here: under ``torch.func`` transforms, forbidden hooks or a compiler."""
+    """Whether nothing can be taped here: under ``torch.func`` transforms, forward-mode AD, forbidden hooks or a
+    compiler."""
     return (
-        torch._C._functorch.peek_interpreter_stack() is not None
+        is_inside_transform()
+        or is_in_forward_mode()
         or not torch._C._autograd._saved_tensors_hooks_is_enabled()
         or torch.compiler.is_compiling()
     )

@@ -48,7 +48,7 @@ from lowtide.step.seam import SwitchedMode
 from lowtide.step.sharding.observer import PauseDuringSharding
 from lowtide.step.storage_bits import Seal, SealsOnDevice, seals_on, sum_of_words
 from lowtide.step.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
-from lowtide.tape import forbidden_hooks
+from lowtide.tape import plain_derivatives
 from lowtide.tape.calls_under_plan import CallUnderPlan
 from lowtide.tape.followed_ops import FollowedOps
 from lowtide.tape.offload.offloaded_tensor import OffloadedTensor, Transfers
@@ -137,7 +137,7 @@ class Tape(SwitchedMode):
 
     def __init__(self, program: PlanProgram, model: nn.Module, tiers: Tiers | None = None) -> None:
         super().__init__()
-        forbidden_hooks.watch()
+        plain_derivatives.watch()
         self.program = program
         self.tiers = tiers or {}
         self._transfers: Transfers | None = None  # of the present forward pass, if the plan moves anything

@@ -22,8 +22,8 @@ _ONLY_OTHERS = (
 )
 _MANY_CALLS = 10  # and no step came of them
 _UNTAPED = (
-    f"{_MANY_CALLS} calls of the model ran inside torch.func (grad, vjp, vmap and their like) or where saved-tensor "
-    "hooks are forbidden: nothing there is taped, and those steps run as without lowtide"
+    f"{_MANY_CALLS} calls of the model ran inside torch.func (grad, vjp, vmap and their like), in forward-mode AD or "
+    "where saved-tensor hooks are forbidden: nothing there is taped, and those steps run as without lowtide"
 )
 _CAPTURED = (
     "a call of the model was captured in a CUDA graph, which runs that one step again and again whatever a plan says: "

@@ -54,7 +54,7 @@ from lowtide.step.seam import HookedMode, insert_mode, is_on, remove_mode, step_
 from lowtide.step.sharding.observer import PauseDuringSharding, ShardingObserver
 from lowtide.step.sharding.windows import NO_WINDOWS, OpenWindows
 from lowtide.step.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
-from lowtide.tape import forbidden_hooks
+from lowtide.tape import plain_derivatives
 from lowtide.tape.online.foreign_ops import ForeignOp
 from lowtide.tape.online.holdings import Holdings
 from lowtide.tape.online.learned_backward import SeenBackward, UnseenBackward, has_room_unseen
@@ -111,7 +111,7 @@ class OnlineTape(HookedMode):
         listener: StepListener | None = None,
     ) -> None:
         super().__init__()
-        forbidden_hooks.watch()
+        plain_derivatives.watch()
         self.listener = listener
         self._times = None if listener is None else listener.times
         self._model: Callable[[], nn.Module | None] = _no_model if model is None else weakref.ref(model)
