@@ -37,6 +37,7 @@ _ASKS_FOR_MODES = frozenset(
     {"ProdBackward0", "ProdBackward1", "MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0",
      "CumprodBackward0"}
 )  # fmt: skip
+_ASKS_UNDER_CREATE_GRAPH = _ASKS_FOR_MODES | {"LinalgDetBackward0"}
 
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -252,7 +253,7 @@ def step_aside() -> bool:
     with other bits and three times the memory.
     """
     node = current_node()
-    if node is None or node.name() not in _ASKS_FOR_MODES:
+    if node is None or node.name() not in (_ASKS_UNDER_CREATE_GRAPH if torch.is_grad_enabled() else _ASKS_FOR_MODES):
         return False
     modes = modes_in_place()
     ours = [mode for mode in modes if isinstance(mode, UncompiledMode)]

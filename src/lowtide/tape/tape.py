@@ -44,7 +44,7 @@ from lowtide.step.operators import (
     written_arguments,
     written_tensors,
 )
-from lowtide.step.seam import SwitchedMode
+from lowtide.step.seam import SwitchedMode, step_aside
 from lowtide.step.sharding.observer import PauseDuringSharding
 from lowtide.step.storage_bits import Seal, SealsOnDevice, seals_on, sum_of_words
 from lowtide.step.subclasses import PackedWrapper, bump_versions_of_parts, fake_mode_is_on, wrapped_parameters
@@ -795,7 +795,9 @@ class Tape(SwitchedMode):
             ReplayError: a dropped tensor cannot be replayed exactly.
         """
         # A backward that creates a graph, which has grad mode on, is part of the forward pass.
-        if self._ends_at_unpack and not self._callers and not self._backward_began and not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            step_aside()
+        elif self._ends_at_unpack and not self._callers and not self._backward_began:
             self.end()
             self._backward_began = True
             self._follow(self._call)
