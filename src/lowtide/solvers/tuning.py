@@ -66,6 +66,7 @@ ROW_TOLERANCE: Final = 1e-6  # HiGHS's own is 1e-7.
 SMALL_SEGMENT_OPS: Final = 12  # Segments with fewer ops worth replaying join the one before. By trial.
 PRICING_ROUNDS: Final = 15  # Of pricing every pool. By trial.
 PRICING_SHORTAGE_ROUNDS: Final = 3  # Of them, after quick columns have run out and memory is still short. By trial.
+MIN_PEAK_PIVOTS: Final = 30_000  # Of simplex. Most steps: up to 15,000; RWKV's recurrence: 100,000, 64 s (2026-11-28).
 MIN_PEAK_PRICING_ROUNDS: Final = 5  # The least peak found here is only where local search begins.
 PUBLISHED_FIRST_EVENTS: Final = 10_000  # Of the step: above, quick columns may take seconds (5, 2026-11-27).
 QUICK_PRICING_GAIN: Final = 2e-3  # Of the relaxation: rounded columns are looked for while they gain as much. By trial.

@@ -244,3 +244,17 @@ def test_runs_add_up():
             assert line.recompute_ms - mode_ms == pytest.approx(column.ms)
             tried += 1
     assert tried > 30
+
+
+def test_the_least_peak_prices_no_columns_once_it_has_taken_too_many_pivots(monkeypatch):
+    graph = decoder(6)
+
+    def columns_after_least_peak():
+        columns = ColumnGeneration.of(SearchContext(graph, decoder_costs(graph)))
+        columns.min_peak_choice()
+        return columns
+
+    free = columns_after_least_peak()
+    assert sum(pool.pivots for pool in free.distinct_pools) > 0
+    monkeypatch.setattr(tuning, "MIN_PEAK_PIVOTS", 0)
+    assert sum(pool.pivots for pool in columns_after_least_peak().distinct_pools) == 0

@@ -158,11 +158,11 @@ class ColumnGeneration:
         Forward has no rows of its own here: local search goes on from this choice, and from one with such rows it came
         no lower (bf16 autocast: 20.6 % of the plain step's activation memory, against 20.5 %).
         """
-        nothing = self.graph.start_bytes
+        nothing, most_pivots = self.graph.start_bytes, self._pivots + tuning.MIN_PEAK_PIVOTS
         for _ in range(tuning.MIN_PEAK_PRICING_ROUNDS):
             master = _MasterProblem(self, nothing, separate_forward=False)
             relaxed = master.program.relax()
-            found = self._add_rounded_columns(master, relaxed)
+            found = self._add_rounded_columns(master, relaxed, most_pivots)
             if not self._lower_peaks(master, relaxed) and not found:
                 break
         arcs = [run.arcs(separate_forward=False) for run in self.runs]
@@ -170,12 +170,18 @@ class ColumnGeneration:
         assert path is not None
         return self.combine([(self.runs[n], self.pools[n].columns[entry]) for n, entry in path], 0.0)
 
-    def _add_rounded_columns(self, master: _MasterProblem, relaxed: LpResult) -> bool:
+    def _add_rounded_columns(self, master: _MasterProblem, relaxed: LpResult, most_pivots: float = math.inf) -> bool:
         """Add columns that are quickly found and not the best, so they give no bound; return whether there were any."""
         before = self._num_columns
         for segment, pool in enumerate(self.pools):
+            if self._pivots >= most_pivots:
+                break
             pool.add_rounded(master.prices(segment, relaxed.duals))
         return self._num_columns > before
+
+    @property
+    def _pivots(self) -> int:
+        return sum(pool.pivots for pool in self.distinct_pools)
 
     @property
     def _num_columns(self) -> int:

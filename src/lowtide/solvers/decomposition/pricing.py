@@ -132,6 +132,11 @@ class ColumnPool:
         self._rounded.add((prices, thresholds))
         self._add_rounded(prices, thresholds)
 
+    @property
+    def pivots(self) -> int:
+        """Of all its relaxed pricing problems so far."""
+        return sum(relaxation.pivots for _, relaxation in self._models.values())
+
     def _add_rounded(self, prices: Prices, thresholds: Iterable[float] = (0.5,)) -> None:
         model, relaxation = self._model(prices)
         values = relaxation.values(model.program)

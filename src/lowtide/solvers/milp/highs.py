@@ -194,10 +194,15 @@ class LinearProgram:
 
 
 class RepeatedRelaxation:
-    """The relaxation of one program, solved again and again from the last basis as its costs and limits change."""
+    """The relaxation of one program, solved again and again from the last basis as its costs and limits change.
+
+    Attributes:
+        pivots: Iterations of the simplex method so far: a count that stands in for a clock.
+    """
 
     def __init__(self, program: LinearProgram) -> None:
         self._solver = _quiet_solver({})
+        self.pivots = 0
         model = program._model(program._rows())
         model.integrality_ = []
         self._solver.passModel(model)
@@ -215,6 +220,7 @@ class RepeatedRelaxation:
                 solver.changeRowBounds(row, program.row_lower[row], upper)
         self._row_upper = list(program.row_upper)
         solver.run()
+        self.pivots += solver.getInfo().simplex_iteration_count
         optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
         return np.array(solver.getSolution().col_value) if optimal else np.zeros(0)
 
