@@ -80,6 +80,7 @@ ON_THE_CPU = {
     "tape/offload/test_offloaded_tensor.py::test_after_a_step_nothing_of_it_is_left": _DISK,
     "tape/offload/test_training_with_offload.py": _DISK,
     "tape/test_kernels_that_run_operators.py": "the operator of the test has kernels for the CPU alone",
+    "tape/test_modes_change_no_bits.py::test_nor_does_it": _CPU_OP,
     "tape/test_modes_change_no_bits.py::test_without_memory": "the hollow step is that of a CPU, and so is the real one",  # noqa: E501
     "tape/test_opaque_calls_and_memory.py::test_what_a_call_stores_travels_to_disk": _DISK,
     "test_cli.py::test_fit_moves_to_a_scratch_directory": _DISK,
@@ -127,6 +128,7 @@ LEFT_OUT = {
     "shapes/test_shape_family.py::test_a_kernel_that_takes_another_workspace": _CPU_OP,
     "training/test_optimizer_in_backward.py::test_a_replay_after_a_step_that_no_version_counts_is_refused[own kernels]": _NUMPY_WRITES,  # noqa: E501
     "training/test_optimizer_in_backward.py::test_a_step_without_a_plan_refuses_what_own_kernels": _NUMPY_WRITES,
+    "training/test_backward_that_creates_a_graph.py::test_masks": _CPU_OP,
     "training/test_profiled_steps.py": _PROFILER,
     "training/test_watched_fit.py::test_a_much_smaller_batch": _TOY,
     "training/test_watched_loops.py::test_two_fits_in_two_threads": _THREADS,
@@ -195,6 +197,7 @@ LEFT_OUT_OF_STANDIN = {
     "tape/test_opaque_calls_and_memory.py::test_a_fit_trains_with_a_backward_that_frees[True]": _NUMPY_CALL,
     "tracing/test_optimizer_state.py::test_state_is_foreseen_as_it_is_after_one_step_and_as_the_allocator_counts[bitsandbytes": _CPU_OP,  # noqa: E501
     "training/test_training_optimizers.py::test_the_first_plan_knows": "a step is read there when its ops are over, and the optimizer's state is there by then",  # noqa: E501
+    "tracing/test_optimizer_state.py::test_state_is_counted_beside_gradients": _SPARSE,
     "training/test_sparse_gradients.py": _SPARSE,
     "hollow/test_output_specs.py::test_a_loss_lies_in": "losses there lie as a CPU leaves them",
     "foresight/test_image_text.py::test_the_peak_is_that_of_a_real_step": _FORESEEN,

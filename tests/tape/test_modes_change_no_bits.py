@@ -43,6 +43,8 @@ def _cumprod_loops() -> bool:
 OTHERWISE = {"prod", "prod dim", "prod one zero"}  # see ``seam.step_aside``
 if _cumprod_loops():
     OTHERWISE |= {"cumprod", "cumprod0"}
+# Of derivatives that have one themselves; see ``seam.step_aside`` too.
+OTHERWISE_TWICE = {"prod", "prod dim", "cumprod", "cumprod0", "det", "max", "min", "median", "nanmedian"}
 _SMALLEST = torch.aminmax(torch.ones(2, device="cpu", requires_grad=True)).min
 # Up to 2.12 ``aminmax`` had no derivative.
 NOT_HERE = {"aminmax", "aminmax all"} if "NotImplemented" in _SMALLEST.grad_fn.name() else set[str]()
@@ -329,6 +331,37 @@ def test_a_mode_that_looks_on_changes_no_bit(name, repeated):
     same = all(map(torch.equal, plain, outcomes(True)))
     otherwise = OTHERWISE if torch.get_default_device().type == "cuda" else OTHERWISE | NOT_ON_CUDA
     assert same == (name not in otherwise)
+
+
+def outcome_twice(function, looks_on, sign):
+    """Both derivatives, or what there is of them; None where PyTorch has no second one."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 16, 32, requires_grad=True)
+    with LooksOn() if looks_on else torch.enable_grad():
+        output = function(x * 1.0)
+        output = output.abs() if output.is_complex() else output.float()
+        (grad,) = torch.autograd.grad((output * (sign * torch.rand(output.shape))).sum(), x, create_graph=True)
+        found = [grad.detach()]
+        if grad.requires_grad:
+            try:
+                found += torch.autograd.grad((grad * torch.rand(grad.shape)).sum(), x, materialize_grads=True)
+            except RuntimeError as error:
+                assert "not implemented" in str(error), error
+                return None
+    return [t.contiguous().view(torch.int32) for t in found]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in NOT_HERE])
+def test_nor_does_it_where_a_derivative_has_one_itself(name):
+    plain = [outcome_twice(FUNCTIONS[name], False, sign) for sign in (1, -1)]
+    looked_on = [outcome_twice(FUNCTIONS[name], True, sign) for sign in (1, -1)]
+
+    if None in plain:
+        assert None in looked_on
+        return
+    same = all(torch.equal(a, b) for ours, theirs in zip(plain, looked_on) for a, b in zip(ours, theirs))
+    assert same or name in OTHERWISE_TWICE
 
 
 class Reduced(nn.Module):
