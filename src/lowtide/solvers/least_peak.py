@@ -81,30 +81,35 @@ class LeastPeakSearch:
     def _search(self) -> Iterator[Evaluated]:
         best, proven = self._context.plain, bound_peak(self._graph)
         yield best
-        reached: list[Evaluated] = []  # where the descent from each start ended
-        for start in self._starts():
-            for found in self._descent(start):
+        # Apart, so that the model's starts take no restart away from the others'.
+        for starts in (self._starts(), self._starts_of_model()):
+            for found in self._search_from(starts):
                 if found.peak_bytes < best.peak_bytes:
                     best = found
                     yield best
                 if best.peak_bytes <= proven:
                     return
-            reached.append(found)
-        choose = random.Random(0)
-        for turn in range(tuning.LEAST_PEAK_RESTARTS):
-            if best.peak_bytes <= proven or self._events <= 0:
-                break
-            place = turn % len(reached)
-            *_, found = self._descent(self._turned_over(reached[place], choose))
-            if found.peak_bytes <= reached[place].peak_bytes:
-                reached[place] = found
-            if found.peak_bytes < best.peak_bytes:
-                best = found
-                yield best
         # Saving what need not be replayed may lower the peak further.
         while (saving := self._context.save_what_fits(best, best.peak_bytes)).peak_bytes < best.peak_bytes:
             best = saving
             yield best
+
+    def _search_from(self, starts: Iterator[Evaluated]) -> Iterator[Evaluated]:
+        """All that is met on the way down from ``starts``, and from where these ended with decisions turned over."""
+        reached: list[Evaluated] = []  # where the descent from each start ended
+        for start in starts:
+            for found in self._descent(start):
+                yield found
+            reached.append(found)
+        choose = random.Random(0)
+        for turn in range(tuning.LEAST_PEAK_RESTARTS if reached else 0):
+            if self._events <= 0:
+                break
+            place = turn % len(reached)
+            for found in self._descent(self._turned_over(reached[place], choose)):
+                yield found
+            if found.peak_bytes <= reached[place].peak_bytes:
+                reached[place] = found
 
     def _starts(self) -> Iterator[Evaluated]:
         graph, evaluate = self._graph, self._context.evaluate
@@ -125,7 +130,9 @@ class LeastPeakSearch:
             yield evaluate(complete_actions(graph, graph.stored))
         if len(free := sorted(recomputable(graph))) <= tuning.LEAST_PEAK_ALL_CHOICES:
             yield min(map(evaluate, _all_actions(graph, free)), key=_height)
-        model = MonolithicSearch.of(self._context)
+
+    def _starts_of_model(self) -> Iterator[Evaluated]:
+        model = MonolithicSearch.of(self._context) if self._events > 0 else None
         if model is not None and model.coarse.size <= tuning.LEAST_PEAK_MODEL_SIZE:
             yield from model.rounded_min_peaks()
 
