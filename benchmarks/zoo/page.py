@@ -46,11 +46,12 @@ def page(lines: list[dict]) -> list[str]:
     types = {kind for _, kind in built}
     left = sum(name not in variants for name in architectures.names())
     waiting = f"; {left} classes have not been run yet" if left else ""
-    last = max(lines, key=lambda line: line["date"])
+    first, last = (choose(lines, key=lambda line: line["date"]) for choose in (min, max))
+    dates = " to ".join(dict.fromkeys((first["date"], last["date"])))
     text = [
         f"{len(types)} model types in {len(built)} classes, {len(tried)} variants tried, **{len(equal)} bitwise equal "
         f"under every plan**{waiting} (torch {last['torch']}, "
-        f"transformers {last['transformers']}, {last['date']}). {_carried_out(equal)}",
+        f"transformers {last['transformers']}, {dates}). {_carried_out(equal)}",
         "",
     ]
     text += _peaks(equal)

@@ -49,7 +49,7 @@ STEPS = Feature(
         "torch.autograd.Function.apply",  # from 2.14 on, where the other is C
         # Where ``torch.func`` forbids saved-tensor hooks.
         "torch._functorch.eager_transforms._vjp_with_argnums", "torch._functorch.eager_transforms.grad_and_value_impl",
-        "torch.autograd.forward_ad.enter_dual_level", "torch.autograd.forward_ad.exit_dual_level",  # runs as plain
+        "torch.autograd.forward_ad.enter_dual_level", "torch.autograd.forward_ad.exit_dual_level",  # ours is away
         "torch.ctc_loss",  # which goes another way where a mode looks on
         "torch.autograd.profiler._run_on_profiler_start",  # a profiler starts: what counts leaves it the slot
         # And in C++ the table through which PyTorch calls Python: src/lowtide/device/csrc/planned_ops.cpp.

@@ -307,12 +307,16 @@ FUNCTIONS = {
 }
 
 
+def real_output(function, x):
+    output = function(x * 1.0)
+    return output.abs() if output.is_complex() else output.float()
+
+
 def outcome(function, looks_on, sign):
     torch.manual_seed(0)
     x = torch.randn(4, 16, 32, requires_grad=True)
     with LooksOn() if looks_on else torch.enable_grad():
-        output = function(x * 1.0)
-        output = output.abs() if output.is_complex() else output.float()
+        output = real_output(function, x)
         weights = sign * torch.rand(output.shape)
         (grad,) = torch.autograd.grad((output * weights).sum(), x)
     return [t.detach().contiguous().view(torch.int32) for t in (output, grad)]
@@ -338,8 +342,7 @@ def outcome_twice(function, looks_on, sign):
     torch.manual_seed(0)
     x = torch.randn(4, 16, 32, requires_grad=True)
     with LooksOn() if looks_on else torch.enable_grad():
-        output = function(x * 1.0)
-        output = output.abs() if output.is_complex() else output.float()
+        output = real_output(function, x)
         (grad,) = torch.autograd.grad((output * (sign * torch.rand(output.shape))).sum(), x, create_graph=True)
         found = [grad.detach()]
         if grad.requires_grad:

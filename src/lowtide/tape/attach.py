@@ -103,8 +103,7 @@ def call_in_open_region(
 
 
 def cannot_tape() -> bool:
-    """Whether nothing can be taped here: under ``torch.func`` transforms, forward-mode AD, forbidden hooks or a
-    compiler."""
+    """Whether nothing can be taped here: in ``torch.func``, in forward-mode AD, without hooks or under a compiler."""
     return (
         is_inside_transform()
         or is_in_forward_mode()

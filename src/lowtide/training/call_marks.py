@@ -39,4 +39,4 @@ def reaches_any(roots: Iterable[Any], nodes: Mapping[int, range]) -> bool:
 def calls_reached(roots: Iterable[Any], nodes: Mapping[int, range]) -> set[int]:
     """The calls through whose graphs a backward from ``roots`` runs; ``nodes``: the sequence numbers that each made."""
     reached = {node._sequence_nr() for node in walk(roots)}
-    return {call for call, made in nodes.items() if any(number in made for number in reached)}
+    return {call for call, made in nodes.items() if not reached.isdisjoint(made)}
