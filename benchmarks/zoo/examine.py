@@ -39,9 +39,8 @@ VARIANTS = ("float32", "bfloat16 autocast", "dropout", "LoRA")
 # A plan that is not the fastest is as good a test.
 QUICKLY = Limits(time_limit_s=0.3, node_limit=5, gap=0.1, multi_segment=False)
 # A fifth of what local search may simulate otherwise.
-FEW_EVENTS = {
-    name: getattr(tuning, name) // 5 for name in ("ROUNDING_EVENTS", "LEAST_PEAK_EVENTS", "SAVE_WHAT_FITS_EVENTS")
-}
+_OF_A_SEARCH = "ROUNDING_EVENTS", "LEAST_PEAK_EVENTS", "LEAST_PEAK_START_EVENTS", "SAVE_WHAT_FITS_EVENTS"
+FEW_EVENTS = {name: getattr(tuning, name) // 5 for name in _OF_A_SEARCH}
 
 
 def examine(

@@ -13,6 +13,7 @@ from lowtide.errors import PlannerFailedError
 from lowtide.planning.plan_request import Answer
 from lowtide.planning.planner_process import PendingPlan
 from lowtide.recording.step_recording import StepRecording
+from lowtide.shapes.shape_statistics import ShapeStatistics
 from lowtide.training.plan_queue import Asked
 from lowtide.training.plans_by_shape import PlansByShape
 
@@ -215,6 +216,17 @@ def test_there_are_never_more_than_max_plans_and_the_largest_stays(model, budget
         train(model, [batch_of(128)])
         assert fit.status().in_force
         assert fit.status().steps - fit.status().planned_steps == len(WATCHED)
+
+
+def test_a_plan_that_makes_room_while_its_step_begins_serves_it_no_more(model, budget, monkeypatch):
+    with lowtide.fit(model, budget=budget, max_plans=1) as fit:
+        learn(model, fit)
+        monkeypatch.setattr(ShapeStatistics, "next_shape", lambda self, like, *_: like._replace(sizes=(24, *like.sizes[1:])))
+        train(model, [batch_of(80)])  # under the plan for 128 rows, until one for 24 takes its place
+
+        assert "lowtide's own" not in reasons_of(fit)
+        assert fit.graph.provenance["batch"] == "0: torch.float32 [24, 64]"
+        assert fit.status().observed_peak_bytes <= budget
 
 
 def test_where_nothing_follows_the_plan_used_least_recently_goes(model, budget):

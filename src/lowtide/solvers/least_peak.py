@@ -79,7 +79,7 @@ class LeastPeakSearch:
         return _least[fingerprint]
 
     def _search(self) -> Iterator[Evaluated]:
-        best, proven = self._context.plain, bound_peak(self._graph)
+        best, proven = self._least_published(), bound_peak(self._graph)
         yield best
         # Apart, so that the model's starts take no restart away from the others'.
         for starts in (self._starts(), self._starts_of_model()):

@@ -466,7 +466,7 @@ class PlansByShape:
         if wanted is None or wanted in self._refused or self._is_waiting_for(wanted):
             return found
         if kept_plan := self._keep_everything(wanted):
-            return kept_plan if wanted.covers(shape) else found
+            return kept_plan if wanted.covers(shape) else self._serving(shape)  # ``found`` may have made room for it
         if (derived := self._statistics.derive(wanted)) is not None:
             shapes, known = derived
             assert known.costs is not None  # watched steps have times
