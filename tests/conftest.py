@@ -13,6 +13,7 @@ from accelerator.build import NoCompilerError, cache_directory
 from support import memory_growth, quick, slowest
 from support.garbage import ShortCollections, SmallHeap
 from support.gpu import is_gpus
+from support.own_errors import OwnErrors
 from support.quick_planner import QuickPlanner
 from support.switched_device import Switched, switch_to
 from support.training_steps import drop_everything, is_clean
@@ -122,6 +123,7 @@ def pytest_configure(config: pytest.Config) -> None:
     planned_ops.prepare(waits=True)
     config.pluginmanager.register(ShortCollections())
     config.pluginmanager.register(SmallHeap())
+    config.pluginmanager.register(OwnErrors())
     quick.choose(config)
     if quick.is_quick():
         config.pluginmanager.register(QuickPlanner())

@@ -166,6 +166,7 @@ def test_what_its_compiler_takes_for_new_shapes_is_no_time_of_a_call(monkeypatch
     assert 0 < ms < 250
 
 
+@pytest.mark.own_errors
 def test_a_run_for_its_time_that_fails_ends_no_step(monkeypatch):
     def failing(call):
         raise RuntimeError("no run without optimization")

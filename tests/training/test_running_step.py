@@ -54,6 +54,7 @@ def test_a_step_whose_backward_ran_elsewhere_is_over_and_goes_with_the_next_call
         assert fit._lifecycle.step is not step and fit._lifecycle.step.phase is Phase.WAITING
 
 
+@pytest.mark.own_errors
 @pytest.mark.parametrize("end", ["removed", "an error of our own"])
 def test_a_step_that_is_given_up_in_a_call_leaves_nothing_in_place(end, monkeypatch):
     """The tape's module calls are open: it leaves its region when the call returns."""
@@ -75,6 +76,7 @@ def test_a_step_that_is_given_up_in_a_call_leaves_nothing_in_place(end, monkeypa
             assert fit.status().in_force
 
 
+@pytest.mark.own_errors
 def test_no_step_begins_in_a_call_whose_step_was_given_up(model, budget):
     calls = []
 

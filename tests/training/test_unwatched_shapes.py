@@ -221,7 +221,9 @@ def test_there_are_never_more_than_max_plans_and_the_largest_stays(model, budget
 def test_a_plan_that_makes_room_while_its_step_begins_serves_it_no_more(model, budget, monkeypatch):
     with lowtide.fit(model, budget=budget, max_plans=1) as fit:
         learn(model, fit)
-        monkeypatch.setattr(ShapeStatistics, "next_shape", lambda self, like, *_: like._replace(sizes=(24, *like.sizes[1:])))
+        monkeypatch.setattr(
+            ShapeStatistics, "next_shape", lambda self, like, *_: like._replace(sizes=(24, *like.sizes[1:]))
+        )
         train(model, [batch_of(80)])  # under the plan for 128 rows, until one for 24 takes its place
 
         assert "lowtide's own" not in reasons_of(fit)

@@ -63,6 +63,7 @@ def test_a_budget_below_the_weights_is_refused(model):
     assert caught.value.least_bytes >= resident_bytes(model)
 
 
+@pytest.mark.own_errors
 @pytest.mark.parametrize(
     ("owner", "name"),
     [

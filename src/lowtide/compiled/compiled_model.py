@@ -37,6 +37,7 @@ from lowtide.reports.terminal import fit_report
 from lowtide.step import backward_entry
 from lowtide.step.batches import Call, batch_tensors
 from lowtide.step.module_calls import is_compiled, is_lowtide_call, never_compiled
+from lowtide.step.operators import gradient_of
 from lowtide.step.optimizer_state import UnknownStateError, optimizer_bytes
 from lowtide.training.budget import StepBudget
 from lowtide.training.existing_checkpointing import ExistingCheckpointing
@@ -527,7 +528,7 @@ class CompiledModel(nn.Module):
 
     def _resident_bytes(self, call: Call) -> tuple[int, int]:
         """What lives through the whole step, and the optimizer's state in it."""
-        there = {name for name, p in self._model.named_parameters() if p.grad is not None}
+        there = {name for name, p in self._model.named_parameters() if gradient_of(p) is not None}
         optimizer, existing = self._memory.optimizers.all(), self._memory.state_bytes()
         try:
             state, _ = optimizer_bytes(optimizer, [p for p in self._model.parameters() if p.requires_grad])

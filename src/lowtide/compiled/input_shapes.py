@@ -10,6 +10,7 @@ from torch import nn
 
 from lowtide.device.names import autocast_types
 from lowtide.step.batches import batch_tensors
+from lowtide.step.operators import gradient_of
 
 
 class InputShapes(NamedTuple):
@@ -34,7 +35,7 @@ def shapes_of(args: tuple, kwargs: dict[str, Any], model: nn.Module) -> InputSha
     enabled = [kind for kind in autocast_types() if torch.is_autocast_enabled(kind)]
     autocast = " ".join(f"{kind} {torch.get_autocast_dtype(kind)}" for kind in enabled)
     # Whether there is a gradient already: backward makes it, or adds to it.
-    trained = "".join("012"[p.requires_grad * (1 + (p.grad is not None))] for p in model.parameters())
+    trained = "".join("012"[p.requires_grad * (1 + (gradient_of(p) is not None))] for p in model.parameters())
     sizes: list[int] = []
     specs = [_spec_of(args, sizes), _spec_of(kwargs, sizes)]
     pattern = [*specs, f"training={model.training}", f"autocast={autocast}", f"trained={trained}"]

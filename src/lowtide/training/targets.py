@@ -11,7 +11,7 @@ import gc
 import torch
 from torch import nn
 
-from lowtide.step.operators import storage_of, tensors_in
+from lowtide.step.operators import gradient_of, storage_of, tensors_in
 from lowtide.step.subclasses import plain_tensors
 
 _YOUNG = (0, 1)  # generations of Python's garbage collector
@@ -22,7 +22,8 @@ def likely_target_bytes(model: nn.Module, batch: object, device: torch.device) -
     given = [*tensors_in(batch)]
     rows = {t.shape[0] for t in given if t.dim()}
     known = {s._cdata for t in plain_tensors(*given, *model.parameters(), *model.buffers()) if (s := storage_of(t))}
-    known |= {s._cdata for p in model.parameters() if p.grad is not None and (s := storage_of(p.grad))}
+    gradients = [grad for p in model.parameters() if (grad := gradient_of(p)) is not None]
+    known |= {s._cdata for grad in gradients if (s := storage_of(grad))}
     found: dict[int, int] = {}
     for tensor in (o for generation in _YOUNG for o in gc.get_objects(generation) if type(o) is torch.Tensor):
         if tensor.device != device or not tensor.dim() or tensor.shape[0] not in rows or tensor.requires_grad:

@@ -340,6 +340,7 @@ def test_a_saved_tensor_that_was_written_is_the_error_that_plain_raises():
             online(model, x, budget, step=step)
 
 
+@pytest.mark.own_errors
 def test_an_error_of_the_tape_does_not_end_the_step(monkeypatch):
     model, x = MODELS["transformer"]()
 
