@@ -453,7 +453,7 @@ def test_a_rehearsal_finds_what_replays_differently_and_saves_it(name, monkeypat
 @pytest.mark.parametrize("name", INVISIBLE)
 def test_what_replays_differently_is_wrong_without_proof(name, monkeypatch):
     monkeypatch.setattr(rehearsal.Rehearsal, "_rehearse", lambda *_: set())
-    monkeypatch.setattr(tape.Tape, "_proven", lambda *_: True)
+    monkeypatch.setattr(tape.Tape, "_is_to_be_proven", lambda *_: False)
 
     differs, _ = trained_under_fit(INVISIBLE[name], torch.randn(4, 8), monkeypatch)
 
@@ -526,7 +526,7 @@ def test_a_rehearsal_finds_a_buffer_that_moves_in_replay(rehearsed, monkeypatch)
     model, x = Tallies(), torch.randn(4, 8)
     if not rehearsed:
         monkeypatch.setattr(rehearsal.Rehearsal, "_rehearse", lambda *_: set())
-        monkeypatch.setattr(tape.Tape, "_proven", lambda *_: True)
+        monkeypatch.setattr(tape.Tape, "_is_to_be_proven", lambda *_: False)
     fit = lowtide.fit(model, x, budget="100%")
     before = model.tally.item()
 
