@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,3 +200,29 @@ def test_names_and_state_are_the_models_and_remove_puts_it_back():
     assert all(block._compiled_call_impl is None for block in model.blocks)
     with pytest.raises(lowtide.PlanMismatchError, match=r"taken apart by remove"):
         compiled(IDS)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + self.linear(x).relu()
+
+
+def test_a_parameter_that_is_a_result_of_ops_is_not_asked_for_its_gradient():
+    """As in MAML. PyTorch warns whoever asks, and Dynamo asks."""
+    model = nn.Sequential(Residual(), Residual(), nn.Linear(32, 32))
+    slow = nn.Parameter(torch.randn(32, 32))
+    del model[2]._parameters["weight"]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        compiled = lowtide.compile(model)
+        for _ in range(2):
+            model[2]._parameters["weight"] = slow * 1.5
+            compiled(torch.randn(16, 32)).square().mean().backward()
+
+    assert compiled.wait().plan is not None and slow.grad is not None
+    own = str(Path(lowtide.__file__).parent)
+    assert not [w for w in warned if w.filename.startswith(own) and "The .grad attribute" in str(w.message)]

@@ -19,6 +19,7 @@ from lowtide.solvers.exact import ExactSearch
 from lowtide.solvers.graph_queries import complete_actions
 from lowtide.solvers.local_search import descent
 from lowtide.solvers.lower_bound.bound import bound_peak
+from lowtide.solvers.published.methods import fixed_plans
 from lowtide.solvers.search_context import SearchContext
 
 
@@ -65,6 +66,18 @@ def test_the_least_budget_succeeds_whatever_was_asked_before_and_however_little_
 
     assert simulate(again, other_costs, plan).peak_bytes == plan.predicted_peak_bytes <= least
     assert least_of(graph, costs, plan.resident_bytes + 1, time_limit_s=0.01) == least
+
+
+def test_no_published_method_is_lower_even_where_the_search_gets_nowhere(monkeypatch):
+    graph, costs = small_or("small")
+    for starts in ("_starts", "_starts_of_model"):
+        monkeypatch.setattr(least_peak.LeastPeakSearch, starts, lambda self: iter(()))
+    least_peak._least.clear()
+
+    published = min(plan.peak_bytes for plan in fixed_plans(SearchContext(graph, costs)))
+    plain_bytes = SearchContext(graph, costs).plain.peak_bytes
+    assert least_peak.LeastPeakSearch(graph).least.peak_bytes <= published < plain_bytes
+    least_peak._least.clear()
 
 
 @pytest.mark.parametrize(

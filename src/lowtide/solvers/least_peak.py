@@ -19,6 +19,7 @@ Known weakness: the result is not proven least, and in graphs of many events few
 import random
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import compress, product
 from typing import NamedTuple
 
@@ -79,7 +80,7 @@ class LeastPeakSearch:
         return _least[fingerprint]
 
     def _search(self) -> Iterator[Evaluated]:
-        best, proven = self._least_published(), bound_peak(self._graph)
+        best, proven = self._least_published, bound_peak(self._graph)
         yield best
         # Apart, so that the model's starts take no restart away from the others'.
         for starts in (self._starts(), self._starts_of_model()):
@@ -117,9 +118,9 @@ class LeastPeakSearch:
         if chain is not None:
             yield self._context.simulated(chain)
         else:
-            yield self._least_published()
+            yield self._least_published
         if passes(graph) > 1:
-            yield self._least_published()
+            yield self._least_published
             if len(graph.events) <= tuning.LEAST_PEAK_DEEP_EVENTS:  # in each pass, as often as it is asked for
                 everything = complete_actions(graph, graph.stored)
                 yield evaluate(everything, dict.fromkeys(everything, max(tuning.PASS_REPLAYS)))
@@ -136,6 +137,7 @@ class LeastPeakSearch:
         if model is not None and model.coarse.size <= tuning.LEAST_PEAK_MODEL_SIZE:
             yield from model.rounded_min_peaks()
 
+    @cached_property
     def _least_published(self) -> Evaluated:
         return min(fixed_plans(self._context), key=lambda e: (e.peak_bytes, *e.rank))
 

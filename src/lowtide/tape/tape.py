@@ -39,7 +39,6 @@ from lowtide.step.operators import (
     is_opened_type,
     is_wrapper_type,
     may_run_others,
-    omitted_in_replay,
     storage_of,
     written_arguments,
     written_tensors,
@@ -56,6 +55,7 @@ from lowtide.tape.offload.tiers import Tiers
 from lowtide.tape.online.online_tape import OnlineTape
 from lowtide.tape.planned_bytes import PlannedBytes
 from lowtide.tape.program import PlanProgram, TapedCall, TapedOp
+from lowtide.tape.proof_at_birth import run_twice
 from lowtide.tape.recipes import Recipe, nth_tensor
 from lowtide.tape.replay import replay_readers, unpacked
 from lowtide.tape.values import (
@@ -74,7 +74,6 @@ from lowtide.tape.values import (
 
 # References to the memory of a tensor that nothing else holds: its own and that of the storage's Python object.
 _UNSHARED_REFERENCES = 2
-_PYTORCHS = "aten."
 _SEALED_STEPS = 16  # in so many steps each dropped tensor is compared once with what its replay gives
 
 
@@ -133,7 +132,7 @@ class Tape(SwitchedMode):
         matches_all: Every op is matched, also where nothing is to be done.
         planned_bytes: What lives as planned. If more does, the plan ends as where other ops run.
         seals: On a device: those of all forward passes, once something is sealed there.
-        proved: Ops of the present forward pass ran twice, which takes memory that the plan does not know.
+        proved: Ops of the present forward pass were proven in memory that the plan does not know.
     """
 
     def __init__(self, program: PlanProgram, model: nn.Module, tiers: Tiers | None = None) -> None:
@@ -567,7 +566,7 @@ class Tape(SwitchedMode):
         if op.runs_others:
             recipe.rng = with_autocast(recipe.rng)
         if self._is_to_be_proven(op):
-            result = self._run_twice(op, args, kwargs, recipe.rng)
+            result = self._prove(op, args, kwargs, recipe.rng)
         else:
             result = op.kernel(*args, **kwargs) if kwargs else op.kernel(*args)
         if op.drops:
@@ -624,28 +623,14 @@ class Tape(SwitchedMode):
     def _is_to_be_proven(self, op: TapedOp) -> bool:
         return self.proves_at_birth is not None and not (op.proven or op.uninitialised)
 
-    def _run_twice(self, op: TapedOp, args: tuple, kwargs: dict, rng: GeneratorState | GeneratorStates | None) -> Any:
-        """Run ``op``, and again at once: if that gives other bits, it is saved from now on.
-
-        Two results may be more than the plan has room for. Of one of PyTorch's own ops the first's fingerprint stays in
-        its place: those keep nothing between two runs, so the second is as good. Others may, and the first counts.
-        """
-        self.proved = True
-        result = op.kernel(*args, **kwargs)
-        skipped = omitted_in_replay(op.func, args)
-        again = [None if i in skipped else a for i, a in enumerate(args)]
-        first = None
-        if op.name.startswith(_PYTORCHS) and not skipped and type(result) is torch.Tensor and fills_its_storage(result):
-            first, result = fingerprint(result), None
-        with nullcontext() if rng is None else rng.restored():
-            second = op.kernel(*again, **kwargs)
-        if first is not None:
-            result, op.proven = second, fingerprint(second) == first
-        else:
-            op.proven = all(same_bits(nth_tensor(result, n), nth_tensor(second, n)) for n, _ in op.drops)
+    def _prove(self, op: TapedOp, args: tuple, kwargs: dict, rng: GeneratorState | GeneratorStates | None) -> Any:
+        """The result of ``op``, which runs twice; if that gives other bits, it is saved from now on."""
+        found = run_twice(op, args, kwargs, rng)
+        op.proven = found.is_same
+        self.proved |= found.held_both
         if not op.proven:
             self._give_up_dropping(op)
-        return result
+        return found.result
 
     def _give_up_dropping(self, op: TapedOp) -> None:
         """Another run of ``op`` gives other bits: it is saved from now on."""
