@@ -90,9 +90,11 @@ def test_a_machine_that_changes_its_speed_changes_no_ratio(clock):
 
 
 def test_the_plain_variant_is_timed_alone_where_there_is_no_other(clock):
-    plain = variant("plain", clock, [0.2])
+    plain, small = variant("plain", clock, [0.4, 0.2]), variant("small", clock, [0.090, 0.030])
     proof.measure_ms(measurable(), plain, [])
-    assert plain.step_ms == pytest.approx(200.0)
+    assert plain.step_ms == pytest.approx(200.0) and clock.s == pytest.approx(0.8)
+    proof.measure_ms(measurable(), small, [])
+    assert small.step_ms == pytest.approx(30.0) and clock.s == pytest.approx(1.1)
 
 
 def test_the_plain_variant_runs_once_to_prove_several(clock):

@@ -11,6 +11,7 @@ from lowtide.measurement.allocator import peak_bytes, seen_on_cpu
 from lowtide.step.data_parallel import unwrapped
 from lowtide.training import budget as step_budget
 from lowtide.training.budget import StepBudget
+from lowtide.training.step_memory import StepMemory
 
 pytestmark = pytest.mark.usefixtures("one_thread", "process_group")
 
@@ -50,3 +51,19 @@ def test_a_step_without_a_plan_leaves_room_for_them(monkeypatch):
     assert highest() <= 0
     monkeypatch.setattr(step_budget, "unseen_bucket_bytes", lambda model: 0)
     assert highest() > 0
+
+
+@pytest.mark.parametrize("view", [True, False], ids=["gradients are views", "gradients of their own"])
+def test_what_backward_writes_into_them_is_not_counted_as_made(view, monkeypatch):
+    model = DistributedDataParallel(Layered(width=128), gradient_as_bucket_view=view)
+    batch = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    counted, note = [], StepMemory.note_peak
+    monkeypatch.setattr(StepMemory, "note_peak", lambda self, watch: (counted.append(watch.live.peak), note(self, watch)))
+
+    with lowtide.fit(model, budget="1GiB") as fit:
+        fit._lifecycle.plans_by_shape.request = lambda *_, **__: None  # nobody plans
+        for _ in range(2):
+            model.zero_grad()
+            model.reducer._rebuild_buckets()  # once, after the first backward: no part of the step
+            peak = peak_bytes(lambda: model(batch).square().mean().backward())
+            assert counted.pop() == pytest.approx(peak, rel=0.01)

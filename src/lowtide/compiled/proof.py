@@ -18,6 +18,7 @@ from lowtide.step.bits import same_bits
 
 _SAMPLES, _SAMPLED_MS = 6, 300.0  # of each variant, at least
 _LEAST_SAMPLES, _MOST_MS = 2, 2000.0  # where they take so long: of each variant, whatever its error
+_PLAIN_SAMPLES = 3  # where the plain variant is timed alone: all others' times are ratios to it, taken beside it later
 _ERROR, _ERROR_OF_EXTRA = 0.01, 0.1  # of the median ratio, and of what it is beyond 1: no more samples are taken
 _SEED = 0
 
@@ -69,8 +70,10 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
             step = partial(_results, _runnable(variant), inputs, device, directions)
             return calls_ms(step, 1, device, time.process_time)
 
-        taken = [_Taken(variant) for variant in others or [plain]]
+        taken = [_Taken(variant) for variant in others]
         plain_ms = [run_ms(plain)]
+        while not others and (len(plain_ms) < _PLAIN_SAMPLES or sum(plain_ms) < _SAMPLED_MS):
+            plain_ms.append(run_ms(plain))
         while wanted := [one for one in taken if not one.is_enough()]:
             took_ms = [run_ms(one.variant) for one in wanted]
             plain_ms.append(run_ms(plain))
@@ -78,7 +81,7 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
             for place, (one, ms) in enumerate(zip(wanted, took_ms, strict=True), start=1):
                 one.add(ms, before_ms + (after_ms - before_ms) * place / (len(wanted) + 1))
     plain.step_ms = plain.step_ms or median(plain_ms)
-    for one in taken if others else []:
+    for one in taken:
         ratio = median(one.ratios)
         one.variant.step_ms, one.variant.error = ratio * plain.step_ms, one.error / ratio
 

@@ -46,6 +46,11 @@ def test_at_first_sight_an_op_is_expected_to_make_what_it_makes(func, args, kwar
     assert expected(func, *args, **kwargs) == func(*args, **kwargs).nbytes
 
 
+@pytest.mark.parametrize("func", [torch.ops.c10d.allreduce_.default, torch.ops._c10d_functional.all_reduce_.default])
+def test_a_collective_that_writes_what_it_is_given_makes_nothing(func):
+    assert expected(func, [WIDE]) == 0
+
+
 @pytest.mark.parametrize(
     "func",
     [

@@ -607,11 +607,12 @@ class OnlineTape(HookedMode):
         assignments = self._assignments if in_forward else None
         made: list[tuple[int, StoredValue]] = []
         made_bytes = 0
+        given = [*op.inputs, *op.written] if op.kwargs else op.inputs  # ``out=``: buckets of data parallelism
         for position, tensor in enumerate((result,) if type(result) is torch.Tensor else tensors_in(result)):
             storage = storage_of(tensor)
             if storage is None:
                 continue
-            if storage in live or _is_given(tensor, storage, op.inputs):
+            if storage in live or _is_given(tensor, storage, given):
                 value = value_of_storage(storage, self._run)
             elif tensor.is_inference():
                 live.add(storage)

@@ -23,7 +23,7 @@ from lowtide.device.names import is_accelerator
 from lowtide.hollow.cuda_workspaces import has_rule
 from lowtide.hollow.kernels_here import unmeasured_workspace_bytes
 from lowtide.hollow.output_specs import keeps_all_losses
-from lowtide.step.operators import OPERATORS, packet_name, tensors_in, tensors_of
+from lowtide.step.operators import OPERATORS, may_write_undeclared, packet_name, tensors_in, tensors_of
 
 # Views of what they read: they make nothing.
 _VIEWS = frozenset({
@@ -277,6 +277,8 @@ def _made_on_meta(func: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
 
 
 def _first_guess(func: Any, args: tuple) -> int:
+    if may_write_undeclared(func):  # a collective, into what it is given
+        return 0
     name, tensors = packet_name(func), list(tensors_in(args))
     if name in _VIEWS or not tensors:
         size = next((a for a in args if isinstance(a, (list, torch.Size))), None) if not tensors else None
