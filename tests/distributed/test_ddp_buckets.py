@@ -58,7 +58,9 @@ def test_what_backward_writes_into_them_is_not_counted_as_made(view, monkeypatch
     model = DistributedDataParallel(Layered(width=128), gradient_as_bucket_view=view)
     batch = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     counted, note = [], StepMemory.note_peak
-    monkeypatch.setattr(StepMemory, "note_peak", lambda self, watch: (counted.append(watch.live.peak), note(self, watch)))
+    monkeypatch.setattr(
+        StepMemory, "note_peak", lambda self, watch: (counted.append(watch.live.peak), note(self, watch))
+    )
 
     with lowtide.fit(model, budget="1GiB") as fit:
         fit._lifecycle.plans_by_shape.request = lambda *_, **__: None  # nobody plans
