@@ -63,7 +63,7 @@ def started(tmp_path):
         environment["PYTHONPATH"] = os.pathsep.join([*folders, str(ROOT / "src")])
         done = subprocess.run(
             [sys.executable, *words, str(path), str(tmp_path)], text=True, capture_output=True,
-            env={**environment, **given},
+            env={**environment, **given}, timeout=300,
         )  # fmt: skip
         assert done.returncode == code, done.stderr
         done.lines = [line for line in done.stderr.splitlines() if line.startswith("lowtide: ")]
@@ -259,7 +259,7 @@ from lowtide.attaching import attachment
 print("steps", attachment.current.find_fit().status().steps)
 torch.distributed.destroy_process_group()
 """  # fmt: skip
-    done = started(source, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
+    done = started(source, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                    LOWTIDE_BUDGET="1GiB")  # fmt: skip
     assert done.stdout.count("steps 4") == 2
     assert sum("is attached to DistributedDataParallel" in line for line in done.lines) == 1
