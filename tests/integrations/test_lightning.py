@@ -308,7 +308,8 @@ def test_under_ddp_the_step_is_seen_at_the_modules_own_call():
         torch.distributed.destroy_process_group()
     status = ours.fit.status()
     assert model.losses == plain.losses and same_weights(model, plain)
-    assert (status.steps, status.calls, status.planned_steps) == (6, 6, 4), status
+    assert (status.steps, status.calls) == (6, 6), status
+    assert status.planned_steps in (4, 5), status  # the plan may be there before the second
     assert seams == [None] * 6
     assert is_clean(model)
 
