@@ -158,9 +158,7 @@ def lightning_case(kind: str, **options: Any) -> Callable[[Any], Ran]:
 
         torch.manual_seed(0)
         model = getattr(test_lightning, kind)()
-        # The state of several optimizers is not counted by the callback: the budget leaves room for it.
-        state = 2 * resident_bytes(model) if kind == "Adversarial" else 0
-        ours = None if budget is None else LowtideCallback(budget - state)
+        ours = None if budget is None else LowtideCallback(budget)
         each = test_lightning.EachStep(ours)
         test_lightning.trained(model, *([] if ours is None else [ours]), each, **options)
         status = None if ours is None else ours.fit.status()
