@@ -11,7 +11,13 @@ from support import not_on_the_accelerator as lists
 _CONFTEST = """
 import contextlib
 from types import SimpleNamespace
+import torch
+from support import switched_device
 from support.switched_device import Switched
+
+# PyTorch knows no such device here.
+switched_device.is_gpus = lambda name: False
+torch.accelerator.reset_peak_memory_stats = lambda: None
 
 kernels = []
 nothing = lambda *_: contextlib.nullcontext()

@@ -20,24 +20,24 @@ def effort(monkeypatch, tmp_path):
     """What planning does, by name; the cache is empty at first."""
     monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path))
     done = []
-    read, prove = CapturedLayer.variant, proof.why_not_equal
+    read, prove, measure = CapturedLayer.variant, proof.why_not_equal, step_plan.measure_ms
 
     def variant(self, name, saved, *, kernels=True):
         done.append("compile" if kernels else "read")
         return read(self, name, saved, kernels=kernels)
 
     monkeypatch.setattr(CapturedLayer, "variant", variant)
-    monkeypatch.setattr(step_plan, "measure_ms", counted(done, "time", step_plan.measure_ms))
-    monkeypatch.setattr(step_plan, "why_not_equal", counted(done, "prove", prove))
+    def timed(*args):
+        done.append("time")
+        return measure(*args)
+
+    def proven(captured, variants, plain):
+        done.extend(["prove"] * len(variants))
+        return prove(captured, variants, plain)
+
+    monkeypatch.setattr(step_plan, "measure_ms", timed)
+    monkeypatch.setattr(step_plan, "why_not_equal", proven)
     return done
-
-
-def counted(done, name, function):
-    def run(*args):
-        done.append(name)
-        return function(*args)
-
-    return run
 
 
 def planned(budget="60%"):
