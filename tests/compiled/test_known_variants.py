@@ -27,6 +27,7 @@ def effort(monkeypatch, tmp_path):
         return read(self, name, saved, kernels=kernels)
 
     monkeypatch.setattr(CapturedLayer, "variant", variant)
+
     def timed(*args):
         done.append("time")
         return measure(*args)
