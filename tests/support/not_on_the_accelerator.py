@@ -130,7 +130,7 @@ LEFT_OUT = {
     "training/test_optimizer_in_backward.py::test_a_step_without_a_plan_refuses_what_own_kernels": _NUMPY_WRITES,
     "training/test_backward_that_creates_a_graph.py::test_masks": _CPU_OP,
     "training/test_profiled_steps.py": _PROFILER,
-    "training/test_counted_by_the_tape.py": "a device counts, in blocks",
+    "training/test_counted_by_the_tape.py": _BLOCKS,
     "training/test_watched_fit.py::test_a_much_smaller_batch": _TOY,
     "training/test_watched_loops.py::test_two_fits_in_two_threads": _THREADS,
     "training/test_watched_fit.py::test_what_the_watched_step_has_proven": _TOY,
