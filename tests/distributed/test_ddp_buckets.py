@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support.watched_training import Layered, batch_of, resident_bytes
+from support.watched_training import Layered, batch_of, peaks_by_the_tape, resident_bytes
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
@@ -11,7 +11,6 @@ from lowtide.measurement.allocator import peak_bytes, seen_on_cpu
 from lowtide.step.data_parallel import unwrapped
 from lowtide.training import budget as step_budget
 from lowtide.training.budget import StepBudget
-from lowtide.training.step_memory import StepMemory
 
 pytestmark = pytest.mark.usefixtures("one_thread", "process_group")
 
@@ -57,10 +56,7 @@ def test_a_step_without_a_plan_leaves_room_for_them(monkeypatch):
 def test_what_backward_writes_into_them_is_not_counted_as_made(view, monkeypatch):
     model = DistributedDataParallel(Layered(width=128), gradient_as_bucket_view=view)
     batch = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
-    counted, note = [], StepMemory.note_peak
-    monkeypatch.setattr(
-        StepMemory, "note_peak", lambda self, watch: (counted.append(watch.live.peak), note(self, watch))
-    )
+    counted = peaks_by_the_tape(monkeypatch)
 
     with lowtide.fit(model, budget="1GiB") as fit:
         fit._lifecycle.plans_by_shape.request = lambda *_, **__: None  # nobody plans

@@ -9,6 +9,7 @@ from torch import nn
 
 from lowtide.device.block_size import in_blocks
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.training.step_memory import StepMemory
 
 
 class Layered(nn.Module):
@@ -38,6 +39,15 @@ def bytes_of(tensors):
 
 def resident_bytes(model):
     return bytes_of(model.parameters())
+
+
+def peaks_by_the_tape(monkeypatch):
+    """Of steps without a plan that are yet to come, in bytes: what the tape counts itself."""
+    counted, note = [], StepMemory.note_peak
+    monkeypatch.setattr(
+        StepMemory, "note_peak", lambda self, watch: (counted.append(watch.live.peak), note(self, watch))
+    )
+    return counted
 
 
 def adamw_bytes(parameters):

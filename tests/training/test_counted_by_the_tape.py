@@ -6,12 +6,12 @@ import pytest
 import torch
 from step_probe import resident_bytes
 from support.quick import thorough_but
+from support.watched_training import peaks_by_the_tape
 from zoo import architectures
 from zoo.batches import loss_of
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
-from lowtide.training.step_memory import StepMemory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,10 +28,7 @@ NOT_TOLD_BYTES = 4096  # scalars, and what ATen's own kernels take for a moment
 def test_within_one_percent_in_every_step(task, kind, share, monkeypatch):
     made = architectures.build(task, kind)
     model, batch = made.model, made.batch
-    counted, note = [], StepMemory.note_peak
-    monkeypatch.setattr(
-        StepMemory, "note_peak", lambda self, watch: (counted.append(watch.live.peak), note(self, watch))
-    )
+    counted = peaks_by_the_tape(monkeypatch)
 
     def step():
         torch.manual_seed(0)

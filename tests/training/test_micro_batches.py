@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from support.training_steps import mlp
-from support.watched_training import Layered, activation_bytes, batch_of, bytes_of, resident_bytes
+from support.watched_training import Layered, activation_bytes, batch_of, bytes_of, peaks_by_the_tape, resident_bytes
 
 import lowtide
 from lowtide.measurement.allocator import peak_bytes
@@ -13,7 +13,6 @@ from lowtide.step.gradients_there import GradientsThere
 from lowtide.tape import tape
 from lowtide.training import known_steps
 from lowtide.training.plans_by_shape import PlansByShape
-from lowtide.training.step_memory import StepMemory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -198,12 +197,8 @@ def test_room_that_gradients_leave_before_backward_is_used(is_seen, monkeypatch)
 def test_a_step_without_a_plan_has_the_room_of_gradients_that_went(is_seen, monkeypatch):
     if not is_seen:
         monkeypatch.setattr(GradientsThere, "let_go", lambda self: 0)
-    counted = []
-    note = StepMemory.note_peak
+    counted = peaks_by_the_tape(monkeypatch)
     monkeypatch.setattr(PlansByShape, "wants_graph", lambda self, shape: False)
-    monkeypatch.setattr(
-        StepMemory, "note_peak", lambda self, watch: (counted.append(watch.live.peak), note(self, watch))
-    )
     training = Wide(share=2.0)
     with lowtide.fit(training.model, budget=training.budget) as fit:
         training.steps(1, fit)  # a process's first step allocates more
