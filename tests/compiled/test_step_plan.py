@@ -1,5 +1,6 @@
 """The search for a plan of compiled layers: what is worth compiling."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from lowtide.compiled import step_plan
 from lowtide.compiled.captured_layer import Variant
 from lowtide.compiled.choice import Choice
+from lowtide.compiled.layer_calls import PLAIN
 from lowtide.compiled.saved_sets import SavedSet
 from lowtide.compiled.step_plan import _BELIEF_ERROR_OF_EXTRA, StepPlanner, _believed_ms, _expected_ms
 
@@ -49,8 +51,9 @@ def test_the_largest_of_pytorchs_sets_that_fits_all_layers_is_tried(monkeypatch,
     monkeypatch.setattr(planner, "_options", dict, raising=False)
     monkeypatch.setattr(step_plan, "peak_of", lambda moments, options, variants: bytes_of[variants["1"]])
 
-    def advance(choice, *, kernels):
+    def advance(choice, *, kernels, times):
         (name,) = set(choice.variants.values())
+        assert not times, "each timing runs the plain variant as well: this one waits for the next"
         if (name, kernels) in done:
             return False
         done.append((name, kernels))
@@ -62,6 +65,24 @@ def test_the_largest_of_pytorchs_sets_that_fits_all_layers_is_tried(monkeypatch,
     monkeypatch.setattr(planner, "_advance", advance)
     planner._try_pytorchs(65)
     assert done == [(name, not is_priced) for name in ("0.7", "0.5", "0.3")]
+
+
+class Hashable(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def test_what_pytorch_saves_is_timed_beside_what_is_compiled_next(monkeypatch):
+    variants = {PLAIN: variant(PLAIN, 0.0, step_ms=1.0), "theirs": variant("theirs", 1.0), "ours": variant("ours", 2.0)}
+    compiled = SimpleNamespace(compiled=lambda read: replace(read, run=print))
+    shape = Hashable(variants=variants, captured=compiled, whole=False)
+    planner = object.__new__(StepPlanner)
+    planner._distinct, planner.refused = [shape], []
+    timed: list[list[str]] = []
+    monkeypatch.setattr(step_plan, "why_not_equal", lambda captured, made, plain: [""] * len(made))
+    monkeypatch.setattr(step_plan, "measure_ms", lambda captured, plain, others: timed.append([v.name for v in others]))
+    planner._compile([(shape, "theirs")], times=False)
+    planner._compile([(shape, "ours")])
+    assert timed == [["theirs", "ours"]]
 
 
 def variant(name, recompute_ms, *, code_ms=0.0, step_ms=0.0):

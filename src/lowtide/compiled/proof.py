@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
-from statistics import median, quantiles
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from lowtide.device.generators import forked, state_of
 from lowtide.device.timing import calls_ms
 from lowtide.step.bits import same_bits
 
-_SAMPLES, _SAMPLED_MS = 6, 300.0  # of each variant, at least
+_SAMPLED_MS = 300.0  # of each variant, at least
 _LEAST_SAMPLES, _MOST_MS = 2, 2000.0  # where they take so long: of each variant, whatever its error
+_LEAST_FREEDOM = 4  # degrees of freedom of the spread, before it is believed to be small
 _PLAIN_SAMPLES = 3  # where the plain variant is timed alone: all others' times are ratios to it, taken beside it later
-_ERROR, _ERROR_OF_EXTRA = 0.01, 0.1  # of the median ratio, and of what it is beyond 1: no more samples are taken
+_ERROR, _ERROR_OF_EXTRA = 0.015, 0.1  # of the median ratio, and of what it is beyond 1: no more samples are taken
 _SEED = 0
 
 
@@ -52,7 +53,8 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
 
     A machine that others use as well changes its speed from one run to the next. The least of each variant's samples
     would be off by 4 %, as much as variants differ by, however many there are. The ratios show their error, and a
-    variant is sampled until that is small.
+    variant is sampled until that is small. What spreads them is the machine: a spread for all of them, as the few
+    samples that a large layer leaves time for would often agree by luck.
 
     All have run before, to be proven. Of a small layer the first turns are slow all the same, so it takes more of them.
 
@@ -71,19 +73,37 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
             return calls_ms(step, 1, device, time.process_time)
 
         taken = [_Taken(variant) for variant in others]
-        plain_ms = [run_ms(plain)]
+        plain_ms, spread = [run_ms(plain)], math.inf
         while not others and (len(plain_ms) < _PLAIN_SAMPLES or sum(plain_ms) < _SAMPLED_MS):
             plain_ms.append(run_ms(plain))
-        while wanted := [one for one in taken if not one.is_enough()]:
+        while wanted := [one for one in taken if not one.is_enough(spread)]:
             took_ms = [run_ms(one.variant) for one in wanted]
             plain_ms.append(run_ms(plain))
             before_ms, after_ms = plain_ms[-2:]
             for place, (one, ms) in enumerate(zip(wanted, took_ms, strict=True), start=1):
                 one.add(ms, before_ms + (after_ms - before_ms) * place / (len(wanted) + 1))
+            spread = _spread(taken, plain_ms, _LEAST_FREEDOM)
     plain.step_ms = plain.step_ms or median(plain_ms)
+    spread = _spread(taken, plain_ms)
     for one in taken:
-        ratio = median(one.ratios)
-        one.variant.step_ms, one.variant.error = ratio * plain.step_ms, one.error / ratio
+        one.variant.step_ms, one.variant.error = median(one.ratios) * plain.step_ms, one.error(spread)
+
+
+def _spread(taken: Sequence["_Taken"], plain_ms: Sequence[float], least_freedom: int = 1) -> float:
+    """Standard deviation of a sample, as a share of its variant's mean; infinite where too few are known.
+
+    It is that of normal numbers with such a mean deviation, which a disturbed sample raises less than their squares.
+    Plain runs count as well, as ratios to the mean of the two beside them, which would be 1.
+    """
+    sampled = [one for one in taken if len(one.ratios) > 1]
+    freedom = sum(len(one.ratios) - 1 for one in sampled) + max(0, len(plain_ms) - 2)
+    if freedom < least_freedom:
+        return math.inf
+    away = [abs(2 * ms / (plain_ms[at] + plain_ms[at + 2]) - 1) for at, ms in enumerate(plain_ms[1:-1])]
+    for one in sampled:
+        mean, num = fmean(one.ratios), len(one.ratios)
+        away += [abs(ratio / mean - 1) * math.sqrt(num / (num - 1)) for ratio in one.ratios]
+    return math.sqrt(math.pi / 2) * fmean(away)
 
 
 class _Taken:
@@ -102,20 +122,18 @@ class _Taken:
         self.ratios.append(ms / plain_ms)
         self._spent_ms += ms
 
-    def is_enough(self) -> bool:
+    def is_enough(self, spread: float) -> bool:
         if len(self.ratios) < _LEAST_SAMPLES:
             return False
         if self._spent_ms >= _MOST_MS:
             return True
-        if len(self.ratios) < _SAMPLES or self._spent_ms < _SAMPLED_MS:
-            return False
-        return self.error <= max(_ERROR, _ERROR_OF_EXTRA * abs(median(self.ratios) - 1))
+        ratio = median(self.ratios)
+        known = self.error(spread) * ratio <= max(_ERROR, _ERROR_OF_EXTRA * abs(ratio - 1))
+        return known and self._spent_ms >= _SAMPLED_MS
 
-    @property
-    def error(self) -> float:
-        """Standard error of the median of normal numbers with such quartiles."""
-        first, _, third = quantiles(self.ratios, n=4)
-        return 0.93 * (third - first) / math.sqrt(len(self.ratios))
+    def error(self, spread: float) -> float:
+        """Standard error of the median of normal numbers that spread so, as a share of it."""
+        return math.sqrt(math.pi / 2) * spread / math.sqrt(len(self.ratios))
 
 
 def _runnable(variant: Variant) -> Compiled:

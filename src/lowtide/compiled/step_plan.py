@@ -181,11 +181,14 @@ class StepPlanner:
             rounds += 1
             if not (self._lean_further() if choice is None else self._refine(choice)):
                 break
+        for shape in self._distinct:
+            self._time(shape, list(shape.variants))
 
     def _try_pytorchs(self, limit: int) -> None:
         """Read what PyTorch would save in all layers alike under the largest of its memory budgets that fits.
 
-        By sums of ops it may look too slow to be tried. Where code has no price, it is compiled and timed too.
+        By sums of ops it may look too slow to be tried. Where code has no price, it is compiled too. It is timed with
+        what is compiled next, as each timing runs the plain variant as well.
         """
         priced = all(shape.variants[PLAIN].code_ms for shape in self._distinct)
 
@@ -197,7 +200,7 @@ class StepPlanner:
                 peak_bytes = peak_of(self.moments, self._options(), variants)
                 if peak_bytes > limit:
                     break
-                if not self._advance(Choice(variants, peak_bytes, 0.0), kernels=not priced):
+                if not self._advance(Choice(variants, peak_bytes, 0.0), kernels=not priced, times=False):
                     return
 
     def _is_worth(self, choice: Choice, limit: int) -> bool:
@@ -255,7 +258,7 @@ class StepPlanner:
             if not self._advance(choice, kernels=False):
                 return choice
 
-    def _advance(self, choice: Choice, *, kernels: bool = True) -> bool:
+    def _advance(self, choice: Choice, *, kernels: bool = True, times: bool = True) -> bool:
         """Read the code of what is chosen, or compile it once all is read. Whether there was anything to do."""
         chosen = {(self.shapes[layer], name) for layer, name in choice.variants.items()}
         unread = [(shape, name) for shape, name in chosen if name in shape.proposed]
@@ -266,7 +269,7 @@ class StepPlanner:
         if unread or not kernels:
             return bool(unread)
         uncompiled = [(shape, name) for shape, name in chosen if not shape.variants[name].is_tried]
-        self._compile(uncompiled)
+        self._compile(uncompiled, times=times)
         return bool(uncompiled)
 
     def _options(self, *, ready: bool = False, refused: bool = False) -> dict[str, list[Option]]:
@@ -292,16 +295,16 @@ class StepPlanner:
             measure_ms(shape.captured, plain, [v for v in untimed if v is not plain])
         return bool(untimed)
 
-    def _compile(self, chosen: Collection[tuple[LayerShape, str]]) -> None:
-        """Compile variants that were only read, all at once; prove and time them."""
+    def _compile(self, chosen: Collection[tuple[LayerShape, str]], *, times: bool = True) -> None:
+        """Compile variants that were only read, all at once; prove them, and time what is compiled and untimed."""
         for shape in self._distinct:
             read = [shape.variants[name] for of, name in chosen if of is shape]
             made = [shape.captured.compiled(variant) for variant in read]
             reasons = why_not_equal(shape.captured, made, shape.variants[PLAIN]) if made else []
             for before, variant, reason in zip(read, made, reasons, strict=True):
                 self._take(shape, before, variant, reason)
-        for shape in {shape: None for shape, _ in chosen}:
-            self._time(shape, [name for of, name in chosen if of is shape])
+        for shape in {shape: None for shape, _ in chosen} if times else ():
+            self._time(shape, [name for of, name in chosen if of is shape] if shape.whole else list(shape.variants))
 
     def _take(self, shape: LayerShape, read: Variant, variant: Variant, why_not: str) -> None:
         """``variant`` in the place of what was only read of it."""
