@@ -65,6 +65,7 @@ ON_THE_CPU = {
     "docs/test_pages.py::test_every_python_block_runs_and_prints_what_it_says[docs/offload": _DISK,
     "docs/test_pages.py::test_every_python_block_runs_and_prints_what_it_says[docs/tutorial": _PRINTED,
     "docs/test_pages.py::test_every_python_block_runs_and_prints_what_it_says[docs/which-call": _PRINTED,
+    "integrations/test_accelerate.py::test_training_is_bitwise": "the Accelerator of the test trains on the CPU",
     "measurement/test_allocator.py::test_a_measurement_inside": _CPUS,
     "measurement/test_allocator.py::test_a_peak_inside_a_profiler": _CPUS,
     "measurement/test_allocator.py::test_a_plain_add_has_no_workspace": _CPUS,
@@ -227,6 +228,7 @@ LEFT_OUT_OF_CUDA = {
     "integrations/test_examples.py::test_an_example_ends": "the examples train on a CPU",
     "integrations/test_lightning.py::test_with_manual_optimization": "one of its two planned steps is watched there; not looked into",  # noqa: E501
     "tracing/test_optimizer_state.py::test_state_is_foreseen_as_it_is_after_one_step_and_as_the_allocator_counts[settings of": _LIBRARY,  # noqa: E501
+    "tracing/test_optimizer_state.py::test_state_is_counted_beside_gradients": "the stand-in has no sparse gradient of a bag",  # noqa: E501
     "models/test_layers.py::test_a_parametrized_weight_trains_bitwise_and_its_buffers_move_once[orthogonal]": _LIBRARY,
     "models/test_zoo.py::test_an_architecture_trains_bitwise_at_the_tightest_budget_and_at_half[llama]": _TOY,
     "shapes/test_block_rounding.py::test_a_model_on_an_accelerator": _PADDED,
