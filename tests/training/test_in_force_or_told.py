@@ -271,6 +271,16 @@ def test_what_is_not_in_force_is_said_in_every_report(model, fit):
     assert str(fit.status()).startswith("NOT IN FORCE: the fit was removed.")
 
 
+def test_shapes_that_have_no_plan_for_one_cause_are_one_line(model, budget, caplog):
+    model.compile(backend="eager")
+    with lowtide.fit(model, budget=budget) as fit:
+        for rows in (32, 48, 64, 32):
+            train(model, [batch_of(rows)])
+        lines = [line for line in fit.status().reasons if line.startswith("no plan")]
+    assert lines == ["no plan for 3 input shapes, they run online: UnsupportedModelError: the model is compiled"]
+    assert sum("no plan for" in record.message for record in caplog.records) == 1
+
+
 def test_a_rehearsal_through_another_model_leaves_that_ones_gradients_alone(model):
     critic, x = Layered(layers=2), batch_of()
     loss_of(critic(x)).backward()

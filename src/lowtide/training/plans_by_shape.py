@@ -560,7 +560,7 @@ class PlansByShape:
         self._refused.add(shape)
         self._doubted.discard(shape)
         how = "all is saved in them" if saved else "they run online"
-        self._reasons.say(f"no plan{self._told.which((shape,)) or ' for steps like this one'}, {how}: {why}")
+        self._told.say_refused(shape, f"{how}: {why}", self._refused)
         self._say_least()
 
     def wait(self, timeout_s: float | None = None) -> None:

@@ -1,6 +1,7 @@
 """What is told of a model's plans: each that is made, and that some are above the budget."""
 
 import logging
+import re
 from collections.abc import Collection
 
 from lowtide.plan import Plan
@@ -25,6 +26,7 @@ class ToldPlans:
         self.seen: set[CallShape] = set()
         self.least_bytes: dict[CallShape, int] = {}
         self._told_least = ""  # the line that plans are above the budget
+        self._refused: dict[str, set[CallShape]] = {}  # by cause, without its numbers
         self._num_told = 0  # plans
 
     def tell(self, plan: Plan, number: int, made: str) -> None:
@@ -63,6 +65,18 @@ class ToldPlans:
             self._reasons.say_first(f"least above {budget}", self._told_least)
         if before != self._told_least:
             self._reasons.withdraw(before)
+
+    def say_refused(self, shape: CallShape, why: str, refused: Collection[CallShape]) -> None:
+        """That steps which begin with a call of ``shape`` get no plan. One line for all shapes of one cause, logged for
+        the first of them; numbers in it are those of the last.
+
+        Args:
+            refused: All shapes that get no plan.
+        """
+        cause = re.sub(r"[\d.,]+", "", why)
+        shapes = self._refused[cause] = {shape, *self._refused.get(cause, set()).intersection(refused)}
+        which = self.which(shapes) or " for steps like this one"
+        self._reasons.say_first(f"refused, {cause}", f"no plan{which}, {why}")
 
     def which(self, shapes: Collection[CallShape]) -> str:
         """Which of the steps so far begin with calls of ``shapes``, in words; "" where all do."""
