@@ -189,6 +189,7 @@ LEFT_OUT = {
 _LATER = (
     "what a rank allocates after its plan was made counts there: another is made, and the test does not wait for it"
 )
+_READ_LATER = "a step is read there when its ops are over, and the optimizer's state is there by then"
 LEFT_OUT_OF_STANDIN = {
     "distributed/test_data_parallel.py::test_data_parallel_training_is_bitwise_the_same[static graph-before": _LATER,
     "distributed/test_data_parallel.py::test_data_parallel_training_is_bitwise_the_same[unused parameters-before": _LATER,  # noqa: E501
@@ -198,7 +199,9 @@ LEFT_OUT_OF_STANDIN = {
     "tape/online/test_room.py::test_at_first_sight_a_loss": "losses there lie as a CPU leaves them",
     "tape/test_opaque_calls_and_memory.py::test_a_fit_trains_with_a_backward_that_frees[True]": _NUMPY_CALL,
     "tracing/test_optimizer_state.py::test_state_is_foreseen_as_it_is_after_one_step_and_as_the_allocator_counts[bitsandbytes": _CPU_OP,  # noqa: E501
-    "training/test_training_optimizers.py::test_the_first_plan_knows": "a step is read there when its ops are over, and the optimizer's state is there by then",  # noqa: E501
+    "training/test_training_optimizers.py::test_the_first_plan_knows": _READ_LATER,
+    "training/test_training_optimizers.py::test_what_accumulated_steps_ask_for": _READ_LATER,
+    "doctor/test_diagnosis.py::test_a_model_of_lowtide_compile": "lowtide.compile is for CPUs and CUDA",
     "tracing/test_optimizer_state.py::test_state_is_counted_beside_gradients": _SPARSE,
     "training/test_sparse_gradients.py": _SPARSE,
     "hollow/test_output_specs.py::test_a_loss_lies_in": "losses there lie as a CPU leaves them",

@@ -11,6 +11,7 @@ import torch
 from support.quick import thorough_but
 from support.watched_training import Layered, batch_of, reasons_of, resident_bytes, same, train
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.device import allocation_counter
@@ -307,3 +308,27 @@ def test_parameters_may_get_other_memory_before_backward(model, fit):
         assert all(map(torch.equal, expected, step(model)))
         assert fit.status().in_force == (seed == 0 or not allocation_counter.is_there())
     assert ("a step under its plan took up to " in reasons_of(fit)) == allocation_counter.is_there()
+
+
+def test_a_model_that_is_called_inside_a_backward_trains_as_plain_and_that_is_told(model, fit):
+    plain = copy.deepcopy(model)
+    x = batch_of(32)
+    found = []
+    for trained in (plain, model):
+        torch.manual_seed(0)
+        loss = torch.ones((), requires_grad=True)
+
+        def again(grad, trained=trained):
+            with torch.enable_grad():
+                trained(x).square().mean().backward()
+
+        loss.register_hook(again)
+        (2 * loss).backward()
+        found.append([p.grad for p in trained.parameters()])
+    assert all(map(torch.equal, *found))
+    assert "the model is called inside a backward pass" in reasons_of(fit)
+
+
+def test_a_call_that_a_checkpoint_runs_again_is_no_call_inside_a_backward(model, fit):
+    checkpoint(model, batch_of(32).requires_grad_(), use_reentrant=False).square().mean().backward()
+    assert "inside a backward pass" not in reasons_of(fit)

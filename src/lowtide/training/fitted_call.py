@@ -16,7 +16,7 @@ from lowtide.errors import LowtideError
 from lowtide.options import FitOptions
 from lowtide.shapes.call_shapes import CallShape, shape_of_call
 from lowtide.step import module_calls, whole_modules
-from lowtide.step.backward_entry import num_nodes
+from lowtide.step.backward_entry import in_last_backward, num_nodes
 from lowtide.step.other_hooks import hooks_of_others
 from lowtide.tape import attach
 from lowtide.tape.online.online_tape import OnlineTape
@@ -50,6 +50,7 @@ class FittedCall:
         self._compiled = module_calls.CompiledCall(facts.model, "") if "" in facts.compiled else None
         self.before = None if self._compiled is None else self._compiled.before
         self._suspended_in_backward: dict[int, ExitStack] = {}  # by thread: what is away until its backward ends
+        self._in_backward_of: RunningStep | None = None  # the present backward
         self._end_part: Callable[[], None] | None = None  # of the region that is open
         self._paused = False
         self._after_step = AfterStep(options, lifecycle, budget, reasons)
@@ -87,12 +88,16 @@ class FittedCall:
         if is_captured(self._device):
             lifecycle.past.note_captured_call()
             return lifecycle.seams.suspended(self._step.seams)
+        if self._step is self._in_backward_of and in_last_backward():
+            return nullcontext()  # a checkpoint around the model runs it again: the step's backward takes that
         if not lifecycle.is_open_to(threading.current_thread()):
             self._reasons.say("the model was called on two threads at once: only one is planned")
             return nullcontext()
         if self._step.phase is Phase.FORWARD:  # nobody observes the calls inside, or they would have told
             return nullcontext()
         self.counters.calls += 1
+        if in_last_backward() and not self._step.has_begun:
+            lifecycle.past.note_call_in_backward()
         lifecycle.past.note_call()
         lifecycle.settle()
         self._after_step.speak()  # of a step that nobody knew to be over when its backward ended
@@ -193,6 +198,7 @@ class FittedCall:
         if self._paused or is_captured(self._device):
             return
         lifecycle, step = self._lifecycle, self._step
+        self._in_backward_of = step if step.has_begun else None
         try:
             if not creates:
                 lifecycle.begin_backward()
@@ -214,6 +220,7 @@ class FittedCall:
         if self._paused or is_captured(self._device):
             return
         lifecycle, step = self._lifecycle, self._step
+        self._in_backward_of = None
         if lifecycle.plans_by_shape.is_sharded and module_calls.thread_state.observer is step.watch:
             module_calls.thread_state.observer = None
         try:

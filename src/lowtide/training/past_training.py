@@ -29,6 +29,10 @@ _CAPTURED = (
     "a call of the model was captured in a CUDA graph, which runs that one step again and again whatever a plan says: "
     "its steps run as without lowtide. Train without such graphs (torchtitan: training.disable_cuda_graphs=True)"
 )
+_IN_BACKWARD = (
+    "the model is called inside a backward pass, as GradCache, cached losses and reentrant checkpoints do: what such "
+    "calls store is kept until their own backward, whatever the budget. Smaller mini-batches there take less"
+)
 _NO_STEP = (
     f"{_MANY_CALLS} calls of the model with gradients, and no backward of what they returned: no step has been seen. "
     "Evaluate under torch.no_grad(); fit the model that is trained"
@@ -114,6 +118,10 @@ class PastTraining:
         self._num_untaped += 1
         if self._num_untaped == _MANY_CALLS:
             self._reasons.say(_UNTAPED)
+
+    def note_call_in_backward(self) -> None:
+        """A step begins while a backward runs, which is not its own."""
+        self._reasons.say(_IN_BACKWARD)
 
     def note_captured_call(self) -> None:
         """The model was called while a CUDA graph is captured."""
