@@ -39,7 +39,14 @@ SEED = 0
 PLAIN = "compile alone"
 WHOLE = ", whole graph"
 MEMORY_BUDGETS = (0.7, 0.5, 0.3, 0.1)
-AT_PEAK_OF = ("selective", "memory budget 0.7", "memory budget 0.5", "memory budget 0.3", "memory budget 0.1", "full checkpointing")
+AT_PEAK_OF = (
+    "selective",
+    "memory budget 0.7",
+    "memory budget 0.5",
+    "memory budget 0.3",
+    "memory budget 0.1",
+    "full checkpointing",
+)
 WHOLE_AT_PEAK_OF = ("selective", "memory budget 0.5", "memory budget 0.1", "full checkpointing")
 FIT_AT_PEAK_OF = ("memory budget 0.3", "memory budget 0.1", "full checkpointing")
 FIT_FRACTIONS = (0.26, 0.22)
