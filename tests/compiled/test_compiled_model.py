@@ -1,5 +1,6 @@
 """``lowtide.compile``: peaks as promised, gradients bit for bit those of layers compiled without lowtide."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -67,6 +68,29 @@ def test_what_a_layer_is_given_in_the_call_that_compiles_it_goes_as_in_later_one
         compiled._plans.clear()
         compiled._planners.clear()  # the next step is watched as the first one was
     assert moments[0] == moments[1]
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["by layer", "one graph"])
+def test_modules_of_pytorchs_own_are_compiled_as_by_torch_compile(whole):
+    """Dynamo begins at no frame of PyTorch's own code: ``module.compile()`` leaves them as they are."""
+
+    def layers():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+
+    def gradients(call, model):
+        call(torch.ones(512, 16)).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain, model = layers(), layers()
+    calls = [torch.compile(layer) for layer in ([plain] if whole else plain)]
+    expected = gradients(lambda x: functools.reduce(lambda y, call: call(y), calls, x), plain)
+    compiled = lowtide.compile(model, budget="90%" if whole else "60%", layers=["*"] if whole else None)
+    assert all(map(torch.equal, gradients(compiled, model), expected))
+    compiled.wait()
+    model.zero_grad()
+    assert all(map(torch.equal, gradients(compiled, model), expected))
+    assert compiled.status().in_force and any(d.action != "save" for d in compiled.plan.decisions)
 
 
 @pytest.mark.slow

@@ -374,6 +374,16 @@ class LayerKind:
         return ShapesOfGraph(self.shapes[-1], self._session) if captured.sizes.numbers else self.shapes[-1]
 
 
+def _in_own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` of one of PyTorch's own modules, such as ``nn.Sequential``. Dynamo begins at no frame of PyTorch's own
+    code, and there ``module.compile()`` compiles nothing; what a frame of others calls, it takes in."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return run
+
+
 class LayerCall:
     """Calls one compiled layer, and reports its start and end to the watch of the step.
 
@@ -403,7 +413,8 @@ class LayerCall:
 
     def _take(self, call: Callable[..., Any]) -> None:
         self._call_impl = call
-        self._run = torch.compile(call, backend=self._backend, fullgraph=self._is_planned, dynamic=self._is_dynamic)
+        seen = _in_own_frame(call) if type(self._module).forward.__module__.startswith("torch.") else call
+        self._run = torch.compile(seen, backend=self._backend, fullgraph=self._is_planned, dynamic=self._is_dynamic)
 
     def _take_forward(self) -> None:
         self._is_sharded = True
