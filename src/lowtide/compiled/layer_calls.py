@@ -376,7 +376,7 @@ class LayerKind:
 
 def _in_own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
     """``call`` of one of PyTorch's own modules, such as ``nn.Sequential``. Dynamo begins at no frame of PyTorch's own
-    code, and there ``module.compile()`` compiles nothing; what a frame of others calls, it takes in."""
+    code, so ``module.compile()`` compiles nothing there (pytorch#150915); what a frame of others calls, it takes in."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
