@@ -74,7 +74,8 @@ def test_a_plan_of_a_whole_graph_traces_once_and_compiles_proves_and_times_only_
     (shape,) = set(compiled._planners.popitem()[1].shapes.values())
 
     assert len(traced) == 1
-    assert len(made) == len(set(made)) <= 1 + layer_calls._CORRECTIONS and read_ahead > 1, "plain, some near"
+    near = layer_calls._CORRECTIONS
+    assert len(made) == len(set(made)) <= 2 + near and read_ahead > 1, "plain, the least, some near"
     assert proven == [chosen] and timed == [chosen]
     assert {name for name, v in shape.variants.items() if v.run is not None} == {"plain", chosen}
 

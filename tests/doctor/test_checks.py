@@ -6,6 +6,7 @@ from support.sick_setups import ROWS, SICK, diagnosed
 from torch import nn
 
 import lowtide
+from lowtide.doctor.checks import waste_compiles_nothing
 from lowtide.doctor.registry import all_checks
 
 
@@ -21,7 +22,20 @@ class Partly(nn.Module):
 
 
 # Mended by other code, not by a setting. LT203 has one where layers have flags.
-NO_SETTING = {"LT001", "LT004", "LT009", "LT011", "LT102", "LT108", "LT203", "LT207", "LT302", "LT305", "LT307"}
+NO_SETTING = {
+    "LT001",
+    "LT004",
+    "LT009",
+    "LT011",
+    "LT102",
+    "LT108",
+    "LT203",
+    "LT207",
+    "LT214",
+    "LT302",
+    "LT305",
+    "LT307",
+}
 
 
 @pytest.mark.parametrize("name", SICK)
@@ -47,6 +61,11 @@ def test_what_gets_no_gradient_is_frozen_by_the_fix_and_nothing_else():
 
     assert {n for n, p in model.named_parameters() if not p.requires_grad} == {"bias", "idle.weight", "idle.bias"}
     assert not lowtide.diagnose(model, ROWS, only=["LT006"])
+
+
+def test_where_pytorch_compiles_its_own_modules_nothing_is_said_of_them(monkeypatch):
+    monkeypatch.setattr(waste_compiles_nothing, "_compiles_own_modules", lambda: True)
+    assert not diagnosed(SICK["LT214"][0](), "LT214")
 
 
 def test_a_look_at_what_trl_does_leaves_checkpointing_as_it_is_set():

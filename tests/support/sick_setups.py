@@ -234,6 +234,24 @@ def compiled_dropout(budget: float, dropout: float = 0.3, backend: str = "aot_ea
     return Case(model, around=lambda: functorch.patch(activation_memory_budget=budget))
 
 
+def compiled_by(wrap: Callable[[nn.Module], nn.Module]) -> Case:
+    """A model of PyTorch's own modules, whose layers ``wrap`` makes or changes and ``compile()`` is called on."""
+    torch._dynamo.reset()
+    layers = [wrap(nn.Sequential(nn.Linear(64, 64), nn.ReLU())) for _ in range(2)]
+    for layer in layers:
+        layer.compile(backend="eager")
+    return Case(nn.Sequential(*layers))
+
+
+class Called(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
 def autocast_around_backward(around: bool) -> Case:
     def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(torch.get_default_device().type, torch.bfloat16):
@@ -580,6 +598,7 @@ SICK: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     ),
     "LT212": (lambda: anomaly(True), lambda: anomaly(False)),
     "LT213": (lambda: data_with_gradient(True), lambda: data_with_gradient(False)),
+    "LT214": (lambda: compiled_by(lambda layer: layer), lambda: compiled_by(Called)),
     "LT301": (lambda: reentrant_in_ddp(True), lambda: reentrant_in_ddp(False)),
     "LT302": (lambda: Case(Kernels(True)), lambda: Case(Kernels(False))),
     "LT303": (lambda: fitted(False), lambda: fitted(True)),
