@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lowtide.compiled import proof
+from lowtide.compiled.samples import Sample
 
 CPU = torch.device("cpu")
 
@@ -159,3 +160,11 @@ def test_a_machine_that_gets_slower_within_a_turn_favours_none_of_its_variants(c
     )
     proof.measure_ms(measurable(), plain, [first, second])
     assert first.step_ms == pytest.approx(plain.step_ms) == second.step_ms
+
+
+def test_a_mask_is_sampled_as_it_is_and_what_has_a_gradient_is_drawn():
+    """Variants differ in bfloat16 where masks are minus infinity, and nowhere under random ones."""
+    mask = torch.zeros(4, 8).masked_fill(torch.arange(8) > 5, -torch.inf)
+    assert torch.equal(Sample.of(mask).tensor(), mask)
+    drawn = Sample.of(mask.clone().requires_grad_()).tensor()
+    assert drawn.requires_grad and drawn.isfinite().all()

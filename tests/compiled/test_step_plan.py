@@ -85,6 +85,19 @@ def test_what_pytorch_saves_is_timed_beside_what_is_compiled_next(monkeypatch):
     assert timed == [["theirs", "ours"]]
 
 
+def test_what_waited_to_be_timed_beside_others_is_timed_where_none_come(monkeypatch):
+    shape = SimpleNamespace(variants={PLAIN: None, "theirs": None}, make_least=lambda: None, propose_front=lambda: None)
+    planner = object.__new__(StepPlanner)
+    planner.moments, planner._distinct = [], [shape]
+    timed: list[list[str]] = []
+    monkeypatch.setattr(step_plan, "fastest_within", lambda *_: Choice({}, 0, 0.0))
+    for name, found in (("_try_pytorchs", None), ("_options", {}), ("_is_worth", False)):
+        monkeypatch.setattr(planner, name, lambda *_, found=found: found, raising=False)
+    monkeypatch.setattr(planner, "_time", lambda shape, names: timed.append(names), raising=False)
+    planner._prepare_layers(0)
+    assert timed == [[PLAIN, "theirs"]]
+
+
 def variant(name, recompute_ms, *, code_ms=0.0, step_ms=0.0):
     return Variant(name, SavedSet((name,), 0, 0, 0, recompute_ms), None, step_ms=step_ms, code_ms=code_ms)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.sick_setups import ROWS, SICK, diagnosed
+from support.sick_setups import ROWS, SICK, Case, diagnosed
 from torch import nn
 
 import lowtide
@@ -66,6 +66,12 @@ def test_what_gets_no_gradient_is_frozen_by_the_fix_and_nothing_else():
 def test_where_pytorch_compiles_its_own_modules_nothing_is_said_of_them(monkeypatch):
     monkeypatch.setattr(waste_compiles_nothing, "_compiles_own_modules", lambda: True)
     assert not diagnosed(SICK["LT214"][0](), "LT214")
+
+
+def test_a_scripted_part_of_a_compiled_module_is_pytorchs_own_too():
+    model = nn.Sequential(torch.jit.script(nn.Linear(64, 64)), nn.ReLU())
+    model.compile(backend="eager")
+    assert diagnosed(Case(model), "LT214")
 
 
 def test_a_look_at_what_trl_does_leaves_checkpointing_as_it_is_set():

@@ -8,6 +8,7 @@ from support.watched_training import resident_bytes
 import lowtide
 from lowtide.errors import BudgetInfeasibleError
 from lowtide.measurement.allocator import peak_bytes
+from lowtide.shapes.call_shapes import CallShape
 from lowtide.training import unplanned_steps
 from lowtide.training.notices import Notices
 from lowtide.training.plans_by_shape import PlansByShape
@@ -215,3 +216,15 @@ def test_a_step_before_the_optimizers_state_is_no_measure_of_later_ones(knows_st
     assert bool(worse) != knows_start, status.reasons
     if knows_start:
         assert any("running at the least there is" in reason for reason in status.reasons)
+
+
+def test_a_shape_that_has_got_a_plan_since_is_none_of_those_that_are_told_of():
+    notices = Notices()
+    told = ToldPlans(8, notices)
+    first, second, third = (CallShape("x", (rows,)) for rows in (8, 16, 32))
+    told.seen = {first, second, third}
+    told.say_refused(first, "they run online: 1 of 9 ops", {first})
+    told.say_refused(second, "they run online: 2 of 9 ops", {first, second})
+    assert notices.lines == ["no plan for 2 input shapes, they run online: 2 of 9 ops"]
+    told.say_refused(third, "they run online: 3 of 9 ops", {second, third})  # the first has a plan now
+    assert notices.lines == ["no plan for 2 input shapes, they run online: 3 of 9 ops"]

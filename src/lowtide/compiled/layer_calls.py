@@ -19,6 +19,7 @@ from lowtide.compiled.proof import why_not_equal
 from lowtide.compiled.saved_sets import SavedSet, front, least, least_peak, saving, within_peak
 from lowtide.errors import LowtideError, PlanMismatchError, UnsupportedModelError
 from lowtide.step.batches import batch_tensors
+from lowtide.step.module_calls import is_pytorchs_own
 from lowtide.step.subclasses import is_sharded
 from lowtide.units import format_bytes
 
@@ -375,8 +376,8 @@ class LayerKind:
 
 
 def _in_own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call`` of one of PyTorch's own modules, such as ``nn.Sequential``. Dynamo begins at no frame of PyTorch's own
-    code, so ``module.compile()`` compiles nothing there (pytorch#150915); what a frame of others calls, it takes in."""
+    """``call`` of one of PyTorch's own modules, such as ``nn.Sequential``: what a frame of others calls, Dynamo takes
+    in."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
@@ -413,7 +414,7 @@ class LayerCall:
 
     def _take(self, call: Callable[..., Any]) -> None:
         self._call_impl = call
-        seen = _in_own_frame(call) if type(self._module).forward.__module__.startswith("torch.") else call
+        seen = _in_own_frame(call) if is_pytorchs_own(self._module) else call
         self._run = torch.compile(seen, backend=self._backend, fullgraph=self._is_planned, dynamic=self._is_dynamic)
 
     def _take_forward(self) -> None:

@@ -53,8 +53,8 @@ def measure_ms(captured: CapturedLayer, plain: Variant, others: Sequence[Variant
 
     A machine that others use as well changes its speed from one run to the next. The least of each variant's samples
     would be off by 4 %, as much as variants differ by, however many there are. The ratios show their error, and a
-    variant is sampled until that is small. What spreads them is the machine: a spread for all of them, as the few
-    samples that a large layer leaves time for would often agree by luck.
+    variant is sampled until that is small. The machine is what spreads them, so all samples together give one spread. A
+    large layer leaves time for few of each variant, which often agree by luck.
 
     All have run before, to be proven. Of a small layer the first turns are slow all the same, so it takes more of them.
 

@@ -15,7 +15,9 @@ from lowtide.step.subclasses import is_of_ranks
 
 @dataclass(frozen=True)
 class Sample:
-    """How to make an input like the one seen: random where it is of floating point, a copy of its bits elsewhere.
+    """How to make an input like the one seen: random where it has a gradient, a copy of its bits elsewhere.
+
+    In bfloat16 a variant that has the plain one's bits under random masks may have others where a mask is minus infinity.
 
     Attributes:
         layout: Of what is no plain tensor.
@@ -31,7 +33,8 @@ class Sample:
     def of(tensor: torch.Tensor, *, values: bool = True) -> Sample:
         """Args: ``values``: False: random in any case."""
         part = part_of(tensor)
-        kept = None if part.dtype.is_floating_point or not values else part.detach().to("cpu", copy=True)
+        drawn = not values or (part.dtype.is_floating_point and tensor.requires_grad)
+        kept = None if drawn else part.detach().to("cpu", copy=True)
         return Sample(BufferSpec.of(part), tensor.requires_grad, part.device, kept, layout_of(tensor))
 
     def tensor(self) -> torch.Tensor:

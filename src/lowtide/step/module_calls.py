@@ -171,6 +171,12 @@ def is_compiled(module: nn.Module) -> bool:
     return by_method or not _COMPILED.isdisjoint(c.__name__ for c in type(module).__mro__)
 
 
+def is_pytorchs_own(module: nn.Module) -> bool:
+    """Its ``forward`` is PyTorch's own code, at which Dynamo begins no frame: ``module.compile()`` compiles nothing but
+    modules of others inside (pytorch#150915)."""
+    return str(getattr(module.forward, "__module__", "")).startswith("torch.")
+
+
 def compiled_parts(model: nn.Module) -> list[str]:
     """Paths of the outermost compiled modules."""
     found: list[str] = []

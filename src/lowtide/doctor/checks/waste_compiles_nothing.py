@@ -1,7 +1,6 @@
 """``module.compile()`` on modules that are PyTorch's own code through and through.
 
-Dynamo begins at no frame of PyTorch's own code, and of such a module there is no other. A module of the user's inside
-is compiled, by itself. Whether the PyTorch that runs is so is tried: later ones begin at a frame around the call.
+Whether the PyTorch that runs leaves them uncompiled is tried: later ones begin at a frame around the call.
 """
 
 import functools
@@ -11,7 +10,7 @@ from torch import nn
 
 from lowtide.doctor.finding import Check, Finding
 from lowtide.doctor.step_under_test import StepUnderTest
-from lowtide.step.module_calls import compiled_parts
+from lowtide.step.module_calls import compiled_parts, is_pytorchs_own
 
 CHECK = Check(
     code="LT214",
@@ -24,8 +23,7 @@ CHECK = Check(
 
 
 def find(setup: StepUnderTest) -> Finding | None:
-    parts = {path: setup.model.get_submodule(path) for path in compiled_parts(setup.model)}
-    left = [path for path, part in parts.items() if part._compiled_call_impl is not None and _is_pytorchs_own(part)]
+    left = [path for path in compiled_parts(setup.model) if _is_left(setup.model.get_submodule(path))]
     if not left or _compiles_own_modules():
         return None
     named = ", ".join(path or "the model" for path in left[:3]) + (", ..." if len(left) > 3 else "")
@@ -35,8 +33,8 @@ def find(setup: StepUnderTest) -> Finding | None:
     )
 
 
-def _is_pytorchs_own(module: nn.Module) -> bool:
-    return all(type(part).forward.__module__.startswith("torch.") for part in module.modules())
+def _is_left(part: nn.Module) -> bool:
+    return part._compiled_call_impl is not None and all(map(is_pytorchs_own, part.modules()))
 
 
 @functools.cache
