@@ -17,7 +17,8 @@ from lowtide.step.subclasses import is_of_ranks
 class Sample:
     """How to make an input like the one seen: random where it has a gradient, a copy of its bits elsewhere.
 
-    In bfloat16 a variant that has the plain one's bits under random masks may have others where a mask is minus infinity.
+    In bfloat16 a variant may have the bits of the plain one under random masks, and others where a mask is minus
+    infinity.
 
     Attributes:
         layout: Of what is no plain tensor.
