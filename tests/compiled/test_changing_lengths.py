@@ -88,7 +88,9 @@ def test_what_has_other_bits_at_a_length_does_not_serve_it(monkeypatch):
     step_of(compiled, model, IDS[:, :23])
     assert set(compiled.plan.layers.values()) != {"plain"}
     answers, prove = [["output 0 has other bits"]], layer_calls.why_not_equal
-    monkeypatch.setattr(layer_calls, "why_not_equal", lambda *given: answers.pop() if answers else prove(*given))
+    monkeypatch.setattr(
+        layer_calls, "why_not_equal", lambda *given, **most: answers.pop() if answers else prove(*given, **most)
+    )
     with pytest.warns(UserWarning, match=r"does not serve these sizes by a plan for larger: output 0 has other bits"):
         step_of(compiled, model, IDS[:, :17])
     step_of(compiled, model, IDS[:, :17])  # watched

@@ -1,4 +1,4 @@
-"""How long a variant takes is measured warm."""
+"""Whether a variant has the plain one's bits is tried on many values; how long it takes is measured warm."""
 
 import random
 from contextlib import nullcontext
@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from lowtide.compiled import proof
+from lowtide.compiled import proof, samples
 from lowtide.compiled.samples import Sample
 
 CPU = torch.device("cpu")
@@ -34,7 +35,9 @@ def variant(name, clock, seconds):
 
 def measurable():
     ambient = SimpleNamespace(entered=nullcontext)
-    return SimpleNamespace(ambient=ambient, alone=nullcontext, device=CPU, sample_inputs=list)
+    return SimpleNamespace(
+        ambient=ambient, alone=nullcontext, device=CPU, roundings=0, sample_inputs=lambda **values: []
+    )
 
 
 def test_cold_runs_of_a_small_layer_leave_time_for_warm_ones(clock):
@@ -96,7 +99,7 @@ def test_drawing_what_backward_begins_with_is_no_time_of_a_variant(clock, monkey
 
     monkeypatch.setattr(proof, "random_like", drawn)
     given = measurable()
-    given.sample_inputs = lambda: [weight]
+    given.sample_inputs = lambda **values: [weight]
     proof.measure_ms(given, plain, [least])
     assert (plain.step_ms, least.step_ms) == (pytest.approx(100.0), pytest.approx(120.0))
 
@@ -162,9 +165,87 @@ def test_a_machine_that_gets_slower_within_a_turn_favours_none_of_its_variants(c
     assert first.step_ms == pytest.approx(plain.step_ms) == second.step_ms
 
 
+def drawing(*values):
+    """A layer that returns the next of ``values`` in each run, the last of them ever after."""
+    left = list(values)
+
+    def run(*inputs):
+        return [left.pop(0) if len(left) > 1 else left[0]]
+
+    return SimpleNamespace(run=run, kernels=SimpleNamespace(compile=lambda: None))
+
+
+ONE, OTHER, NAN = torch.ones(2), torch.zeros(2), torch.full((2,), torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("roundings", "samples"), [(0, 1), (1 << 40, 2), (1 << 26, 4), (3, 64)], ids=["none", "many", "some", "few"]
+)
+def test_the_fewer_values_a_layer_rounds_the_more_samples_prove_it(roundings, samples):
+    given, taken = measurable(), []
+    given.roundings, given.sample_inputs = roundings, lambda **values: taken.append(values) or []
+    assert proof.why_not_equal(given, [drawing(ONE)], drawing(ONE)) == [""]
+    assert [values["other"] for values in taken] == [number % 2 == 1 for number in range(samples)]
+    assert all(values["as_trained"] for values in taken)
+
+
+def test_a_difference_that_is_rare_is_found_and_the_others_go_on():
+    given = measurable()
+    given.roundings = 3
+    rare, late = drawing(*[ONE] * 40, OTHER, ONE), drawing(*[ONE] * 50, OTHER)
+    found = proof.why_not_equal(given, [rare, late, drawing(ONE)], drawing(ONE))
+    assert found == [*["output 0 has other bits than in the plain compiled layer"] * 2, ""]
+
+
+def test_what_is_no_number_on_any_sample_proves_nothing():
+    given = measurable()
+    found = proof.why_not_equal(given, [drawing(NAN)], drawing(NAN))
+    assert found == ["output 0 of the plain compiled layer is no number on any sample"]
+    assert proof.why_not_equal(given, [drawing(NAN, ONE)], drawing(NAN, ONE)) == [""]
+
+
 def test_a_mask_is_sampled_as_it_is_and_what_has_a_gradient_is_drawn():
-    """Variants differ in bfloat16 where masks are minus infinity, and nowhere under random ones."""
     mask = torch.zeros(4, 8).masked_fill(torch.arange(8) > 5, -torch.inf)
     assert torch.equal(Sample.of(mask).tensor(), mask)
     drawn = Sample.of(mask.clone().requires_grad_()).tensor()
     assert drawn.requires_grad and drawn.isfinite().all()
+
+
+@pytest.mark.parametrize("mask", [torch.rand(1, 8), torch.rand(4, 1) < 0.5], ids=["scores", "truth"])
+def test_an_expanded_mask_is_sampled_and_copied_with_its_strides(mask):
+    expanded = mask.expand(4, 8)
+    for made in (Sample.of(expanded).tensor(), samples.copy_of(expanded)):
+        assert torch.equal(made, expanded) and made.stride() == expanded.stride()
+    assert Sample.of(expanded).tensor(other=True).stride() == expanded.stride()
+
+
+def test_the_masks_of_other_calls_keep_out_others():
+    torch.manual_seed(0)
+    mask = torch.zeros(64, 64).masked_fill(torch.arange(64) > 60, -torch.inf)
+    drawn = Sample.of(mask).tensor(other=True)
+    assert set(drawn.unique().tolist()) == {0.0, -torch.inf} and 0.2 < drawn.isinf().float().mean() < 0.4
+    assert 0.4 < Sample.of(torch.ones(64, 64, dtype=torch.bool)).tensor(other=True).float().mean() < 0.6
+    places = torch.arange(8)
+    assert torch.equal(Sample.of(places).tensor(other=True), places)
+
+
+def test_a_mask_that_keeps_out_nothing_yet_is_drawn_as_one_that_does_and_as_numbers():
+    torch.manual_seed(0)
+    sample = Sample.of(torch.zeros(8, 8))
+    lowest = {sample.tensor(other=True).min().item() for _ in range(20)}
+    assert sample.is_constant and torch.finfo(torch.float32).min in lowest and any(0 < one < 1 for one in lowest)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("num", [8, 1 << 17], ids=["few", "many"])
+def test_a_parameter_of_one_value_is_tried_with_many(value, num):
+    parameter = nn.Parameter(torch.full((num,), value))
+    made = samples.as_trained(parameter)
+    assert made.requires_grad and len(made.unique()) > 7 and torch.all((made - value).abs() <= 0.126)
+    assert torch.equal(parameter, torch.full((num,), value))
+
+
+def test_a_large_parameter_of_many_values_takes_no_memory_when_it_is_tried():
+    large, frozen = nn.Parameter(torch.randn(1 << 17)), nn.Parameter(torch.randn(8), requires_grad=False)
+    assert samples.as_trained(large) is large
+    assert not samples.as_trained(frozen).requires_grad and not torch.equal(samples.as_trained(frozen), frozen)

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch._guards import TracingContext, tracing
 from torch._library.fake_class_registry import FakeScriptObject
 
-from lowtide.compiled import collectives, op_rates
+from lowtide.compiled import collectives, op_rates, samples
 from lowtide.compiled.ambient import Ambient
 from lowtide.compiled.generated_code import (
     OPAQUE,
@@ -248,10 +248,20 @@ class CapturedLayer:
         """Of the inputs that are no parameters, by position."""
         return {i: sample.spec for i, sample in self._others.items()}
 
-    def sample_inputs(self) -> list[Any]:
-        """Inputs like the captured ones: the layer's own parameters, sizes, random numbers for the rest.
+    @property
+    def roundings(self) -> int:
+        """Values of less than single precision that a step computes: fused code may round them or not."""
+        assert self._code.nodes is not None
+        return self._code.nodes.at(self.sizes).roundings
+
+    def sample_inputs(self, *, as_trained: bool = False, other: bool = False) -> list[Any]:
+        """Inputs like the captured ones: the layer's own parameters, sizes, random numbers for what has a gradient.
 
         The memory of a parameter that is sharded is there during its layer's call alone: then it is random too.
+
+        Args:
+            as_trained: With values that are not special, as zeros and ones of a start are.
+            other: With values of other calls where an input has no gradient.
         """
         made: list[Any] = []
         numbers = dict(zip(self._symbols, self.sizes.numbers, strict=True))
@@ -262,11 +272,12 @@ class CapturedLayer:
             elif i in self._objects:
                 made.append(self._objects[i])
             elif found is None:
-                made.append(self._others[i].tensor())
+                sample = self._others[i]
+                made.append(sample.tensor(other=other or (as_trained and sample.is_constant)))
             elif part_of(found).untyped_storage().size() < self._parameter_samples[i].spec.bytes:
                 made.append(self._parameter_samples[i].tensor())
             else:
-                made.append(found)
+                made.append(samples.as_trained(found) if as_trained else found)
         return made
 
     def variant(self, name: str, saved: SavedSet | None, *, kernels: bool = True) -> Variant:

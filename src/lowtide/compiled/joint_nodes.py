@@ -123,6 +123,13 @@ class JointNodes:
     def bytes_of(self, node: fx.Node) -> int:
         return self.sizes.bytes_of(node.meta.get("val"))
 
+    @property
+    def roundings(self) -> int:
+        """Values of less than single precision that are computed, views aside."""
+        values = [n.meta.get("val") for n in self.nodes if n.op == "call_function" and not is_view(n)]
+        low = (v for v in values if isinstance(v, torch.Tensor) and v.dtype.is_floating_point and v.dtype.itemsize < 4)
+        return sum(self.sizes.bytes_of(v) // v.dtype.itemsize for v in low)
+
     def is_extern(self, node: fx.Node) -> bool:
         """A kernel of its own that Inductor calls and does not write."""
         if node.op != "call_function" or is_view(node) or is_part(node):

@@ -26,6 +26,7 @@ from lowtide.units import format_bytes
 PLAIN, LEAST, AGAIN = "plain", "least", "run again"
 _CORRECTIONS, _NEAR = 4, 0.02  # of the limit
 _MOST_SHAPES = 16  # that one kind of layer is compiled for
+_SAMPLES_AT_OTHER_SIZES = 8  # at most: the same code was proven at the sizes of its plan
 SEEN_BY_A_MODE = (
     "a dispatch mode was on, such as FlopCounterMode, from which compiled code hides its ops: layers ran as they are, "
     "without a plan"
@@ -332,7 +333,7 @@ class ShapesOfGraph:
             captured = larger.captured.at(inputs)
             if not all(map(captured.sizes.meet, variant.holds_for)):
                 return "its code holds for other sizes"
-            (self._proven[key],) = why_not_equal(captured, [variant], plain)
+            (self._proven[key],) = why_not_equal(captured, [variant], plain, at_most=_SAMPLES_AT_OTHER_SIZES)
         return self._proven[key]
 
 

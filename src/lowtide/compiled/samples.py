@@ -9,16 +9,19 @@ from typing import Any
 import torch
 
 from lowtide.compiled.generated_code import BufferSpec
+from lowtide.measurement.op_inputs import span
 from lowtide.step.operators import is_wrapper_type
 from lowtide.step.subclasses import is_of_ranks
+
+_NOISE = 0.125  # of a parameter's values; of 1 where they are zero
+_FEW = 1 << 16  # elements: larger parameters are tried as they are, which takes no memory
+_MASKED = -1e4  # and less, or an infinity: what keeps a score out of a softmax
+_SHARE_MASKED = 0.3
 
 
 @dataclass(frozen=True)
 class Sample:
     """How to make an input like the one seen: random where it has a gradient, a copy of its bits elsewhere.
-
-    In bfloat16 a variant may have the bits of the plain one under random masks, and others where a mask is minus
-    infinity.
 
     Attributes:
         layout: Of what is no plain tensor.
@@ -27,7 +30,7 @@ class Sample:
     spec: BufferSpec
     requires_grad: bool
     device: torch.device
-    copy: torch.Tensor | None  # on the host: the device's memory is the step's
+    copy: torch.Tensor | None  # of its memory, on the host: the device's is the step's
     layout: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @staticmethod
@@ -35,27 +38,71 @@ class Sample:
         """Args: ``values``: False: random in any case."""
         part = part_of(tensor)
         drawn = not values or (part.dtype.is_floating_point and tensor.requires_grad)
-        kept = None if drawn else part.detach().to("cpu", copy=True)
+        kept = None if drawn else _memory_of(part).to("cpu", copy=True)
         return Sample(BufferSpec.of(part), tensor.requires_grad, part.device, kept, layout_of(tensor))
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self, *, other: bool = False) -> torch.Tensor:
+        """Args: ``other``: with values that are as likely in other calls, in the place of a copy's."""
         spec = self.spec
         if self.copy is not None:
-            made = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=self.device)
-            return with_layout(made.copy_(self.copy), self.layout)
-        # What has no gradient may be a variance, and is positive.
-        draw = torch.randn if self.requires_grad else torch.rand
-        memory = draw(spec.bytes // spec.dtype.itemsize, device=self.device).to(spec.dtype)
+            memory = (_other_values(self.copy) if other else self.copy).to(self.device, copy=True)
+        else:  # what has no gradient may be a variance, and is positive
+            draw = torch.randn if self.requires_grad else torch.rand
+            memory = draw(spec.bytes // spec.dtype.itemsize, device=self.device).to(spec.dtype)
         return with_layout(memory.as_strided(spec.size, spec.stride), self.layout).requires_grad_(self.requires_grad)
+
+    @property
+    def is_constant(self) -> bool:
+        """All its values are one, as those of a mask are where nothing is masked."""
+        return self.copy is not None and _is_constant(self.copy)
+
+
+def _other_values(seen: torch.Tensor) -> torch.Tensor:
+    """Truth at random; masks that keep out others; positive numbers in the place of others. Integers stay: they may
+    be places in a table."""
+    if seen.dtype == torch.bool:
+        return torch.rand(seen.shape) < 0.5
+    if not seen.dtype.is_floating_point or seen.numel() == 0:
+        return seen
+    lowest = seen.min().item()
+    if lowest == 0 and _is_constant(seen) and torch.rand(()) < 0.5:  # perhaps a mask that keeps out nothing yet
+        lowest = torch.finfo(seen.dtype).min
+    if lowest <= _MASKED:
+        return torch.zeros_like(seen).masked_fill_(torch.rand(seen.shape) < _SHARE_MASKED, lowest)
+    return torch.rand(seen.shape).to(seen.dtype)
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    if tensor.numel() < 2 or not (tensor.dtype.is_floating_point or tensor.dtype == torch.bool):
+        return False
+    return bool(torch.equal(*tensor.aminmax()))
+
+
+def as_trained(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter as it may be after some steps; itself where it is large and has different values.
+
+    Training begins with biases of zero and gains of one. What is added to zero or multiplied by one is not rounded, so
+    variants that round elsewhere agree until the first update.
+    """
+    part = part_of(parameter)
+    if not part.dtype.is_floating_point or (part.numel() > _FEW and not _is_constant(part.detach())):
+        return parameter
+    memory = _memory_of(part)
+    noise = torch.rand(memory.shape, device=part.device, dtype=torch.float32).mul_(2 * _NOISE).sub_(_NOISE)
+    made = (memory + noise * torch.where(memory == 0, 1, memory)).to(part.dtype).as_strided(part.shape, part.stride())
+    return with_layout(made, layout_of(parameter)).requires_grad_(parameter.requires_grad)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Anew, with its values and strides."""
     part = part_of(tensor)
-    made = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device)
-    with torch.no_grad():
-        made.copy_(part)
+    made = _memory_of(part).clone().as_strided(part.shape, part.stride())
     return with_layout(made, layout_of(tensor)).requires_grad_(tensor.requires_grad)
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What it spans, in a row; an expanded tensor has several elements in one place, and cannot be written."""
+    return tensor.detach().as_strided((span(tuple(tensor.shape), tensor.stride()),), (1,))
 
 
 def random_like(tensor: torch.Tensor) -> torch.Tensor:
