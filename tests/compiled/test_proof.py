@@ -30,7 +30,7 @@ def variant(name, clock, seconds):
         clock.s += left.pop(0) if len(left) > 1 else left[0]
         return [torch.zeros(1)]
 
-    return SimpleNamespace(name=name, run=run, step_ms=0.0, kernels=SimpleNamespace(compile=lambda: None))
+    return SimpleNamespace(name=name, run=run, refused="", step_ms=0.0, kernels=SimpleNamespace(compile=lambda: None))
 
 
 def measurable():
@@ -172,7 +172,7 @@ def drawing(*values):
     def run(*inputs):
         return [left.pop(0) if len(left) > 1 else left[0]]
 
-    return SimpleNamespace(run=run, kernels=SimpleNamespace(compile=lambda: None))
+    return SimpleNamespace(run=run, refused="", kernels=SimpleNamespace(compile=lambda: None))
 
 
 ONE, OTHER, NAN = torch.ones(2), torch.zeros(2), torch.full((2,), torch.nan)

@@ -34,6 +34,7 @@ from lowtide.compiled.partitioner import BudgetedChoices, ChoicesFoundError, Pla
 from lowtide.compiled.samples import Sample, num_parts, part_of
 from lowtide.compiled.saved_sets import SavedSet, saving
 from lowtide.compiled.sizes import Sizes
+from lowtide.compiled.summation_order import add_up_alike
 from lowtide.compiled.whole_rerun import storing_inputs_only
 from lowtide.device.generators import state_bytes
 from lowtide.device.names import device_name, is_accelerator
@@ -41,6 +42,9 @@ from lowtide.errors import UnsupportedModelError
 from lowtide.step.subclasses import is_of_ranks
 
 Compiled = Callable[..., Sequence[Any]]
+_OTHER_ORDER = (
+    "its kernels add up in another order than the plain compiled layer's, which rounding may hide for a while"
+)
 
 
 @dataclass
@@ -115,6 +119,7 @@ class _Made:
     Attributes:
         kernels: Those of the code: they are compiled when they are wanted.
         holds_for: Conditions on sizes under which it is right, and which Dynamo does not check.
+        adds_up_alike: As the plain code does.
     """
 
     run: Compiled
@@ -122,6 +127,7 @@ class _Made:
     chosen: tuple[str, ...]
     kernels: KernelsLater
     holds_for: tuple[Any, ...]
+    adds_up_alike: bool
 
 
 @dataclass
@@ -325,9 +331,10 @@ class CapturedLayer:
             saved = SavedSet(None, stored, 0, 0, 0.0)
         run = made.run if kernels else None
         read = self._read(made.lowered)
+        hidden = "" if made.adds_up_alike or not self.roundings else _OTHER_ORDER
         return Variant(
-            name, saved, read.memory, run, code_ms=read.forward_ms + read.backward_ms, holds_for=made.holds_for,
-            kernels=made.kernels,
+            name, saved, read.memory, run, code_ms=read.forward_ms + read.backward_ms, refused=hidden,
+            holds_for=made.holds_for, kernels=made.kernels,
         )  # fmt: skip
 
     def _made(self, names: tuple[str, ...] | None) -> _Made:
@@ -359,7 +366,8 @@ class CapturedLayer:
             )
         if names is not None:
             self._check_order(names, lowered)
-        return _Made(run, lowered, tuple(chosen), later, tuple(conditions))
+        alike = names is None or add_up_alike(_sources(code.made[None].lowered), _sources(lowered))
+        return _Made(run, lowered, tuple(chosen), later, tuple(conditions), alike)
 
     def _check_order(self, names: tuple[str, ...], lowered: Sequence[_Lowered]) -> None:
         """Raises: UnreadableCodeError: ranks that run the plain code would wait for others than this one sends."""
@@ -523,6 +531,12 @@ class CapturedLayer:
             saved_output_bytes=sum(forward.block_bytes[b] for b in kept & returned),
         )
         return _Read(memory, forward.ms, backward.ms)
+
+
+def _sources(lowered: Sequence[_Lowered]) -> tuple[str, str]:
+    """Code of the forward, and of the backward."""
+    forward, backward = sorted(lowered, key=lambda one: one.backward)
+    return forward.source, backward.source
 
 
 def _made_in_forward(values: Sequence[fx.Node]) -> list[str]:

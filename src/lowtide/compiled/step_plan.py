@@ -264,8 +264,11 @@ class StepPlanner:
         unread = [(shape, name) for shape, name in chosen if name in shape.proposed]
         for shape, name in unread:
             shape.read(name)
-            if kernels and name in shape.variants:  # compilers begin: with these bytes it is mostly chosen again
-                shape.variants[name].kernels.begin()
+            read = shape.variants.get(name)
+            if read is not None and read.refused:
+                self.refused.append(f"{name}: {read.refused}")
+            elif kernels and read is not None:  # compilers begin: with these bytes it is mostly chosen again
+                read.kernels.begin()
         if unread or not kernels:
             return bool(unread)
         uncompiled = [(shape, name) for shape, name in chosen if not shape.variants[name].is_tried]

@@ -1,0 +1,69 @@
+"""In which orders the kernels of generated code add up.
+
+A sum in another order has other last digits in single precision. Where it is rounded to bfloat16 next, these show in
+one of some ten thousand values, which the samples of a small layer may miss. The code shows the order always.
+"""
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+# Inductor's C++. The greatest, the least, truth and integers come out the same in any order.
+_SUM = re.compile(r"^( *)(?:float|double|Welford<\w+>) (tmp_acc\d+) = (?!.*infinity)")
+_NUMBER = r"(?:static_cast<\w+>\()?([^;]+?)\)?"
+_LOOP = re.compile(rf"^( *)for *\(\w+ \w+ *= *{_NUMBER}; *\w+ *< *{_NUMBER}; *\w+ *(?:\+= *{_NUMBER}|\+\+)\)$")
+_TRITON = re.compile(
+    r"@triton_heuristics\.(\w*reduction)\(\s*size_hints=({.*?}),\s*reduction_hint=(\S+?),(.*?)(?:'''|\Z)", re.DOTALL
+)
+_ADDS = re.compile(r"\btl\.sum\(|welford\w*\(|online_softmax\w*\(")
+
+
+@functools.lru_cache(maxsize=16)  # that of the plain code is asked for with each variant
+def summation_orders(source: str) -> Counter[str]:
+    """How often Inductor's code adds up in each way: in C++ along which loops, and how the lanes are added in the end;
+    in Triton what a kernel's block sizes are chosen by. Empty where no kernel adds up."""
+    return Counter([*_in_cpp(source.splitlines()), *_in_triton(source)])
+
+
+def add_up_alike(plain: tuple[str, str], other: tuple[str, str]) -> bool:
+    """Whether ``other`` adds up as ``plain`` does, both code of a forward and of a backward: in the same orders, and
+    besides in those of the forward, whose sums a backward may make again."""
+    first, expected, found = summation_orders(plain[0]), Counter[str](), Counter[str]()
+    for one, its in ((plain, expected), (other, found)):
+        its.update(summation_orders(one[0]) + summation_orders(one[1]))
+    return expected <= found and (found - expected).keys() <= first.keys()
+
+
+def _in_cpp(lines: list[str]) -> Iterator[str]:
+    for at, line in enumerate(lines):
+        if declared := _SUM.match(line):
+            indent, name = declared[1], declared[2]
+            block = list(_block(lines, at + 1, len(indent)))
+            last = [text.strip().replace(name, "sum") for text in block if text.startswith(f"{indent}{name} = ")]
+            loops = [loop for loop in map(_LOOP.match, _first_loop(block, len(indent))) if loop]
+            yield f"{[(loop[3], loop[4] if last else '') for loop in loops]} {last or 'one by one'}"
+
+
+def _block(lines: list[str], begin: int, indent: int) -> Iterator[str]:
+    """The lines up to the end of the scope that is indented so far."""
+    for at in range(begin, len(lines)):
+        if not lines[at].startswith(" " * indent):
+            return
+        yield lines[at]
+
+
+def _first_loop(block: list[str], indent: int) -> Iterator[str]:
+    """The lines of the first loop at this depth."""
+    within = False
+    for line in block:
+        within = within or (_LOOP.match(line) is not None and not line.startswith(" " * (indent + 1)))
+        if within:
+            yield line
+            if line == " " * indent + "}":
+                return
+
+
+def _in_triton(source: str) -> Iterator[str]:
+    for kind, sizes, hint, code in _TRITON.findall(source):
+        yield from [f"{kind} {sizes} {hint}"] * len(_ADDS.findall(code))

@@ -1,0 +1,119 @@
+"""Sums in another order are found in generated code, whatever rounding hides of them."""
+
+import pytest
+import torch
+from support.compiled_loops import GPT, WORDS
+from torch._inductor.utils import run_and_get_code
+
+import lowtide
+from lowtide.compiled import captured_layer
+from lowtide.compiled.summation_order import add_up_alike, summation_orders
+
+LANES = "{sum} = {sum} + at::vec::vec_reduce_all<float, {num}>([](auto& x, auto& y) {{ return x + y; }}, {sum}_vec);"
+ROWS = """
+    {{
+        for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>({rows}L); x0+=static_cast<int64_t>(1L))
+        {{
+            {{
+                float {sum} = {begin};
+                at::vec::VectorizedN<float,{num}> {sum}_vec = at::vec::VectorizedN<float,{num}>(0);
+                for(int64_t x1=static_cast<int64_t>(0L); x1<static_cast<int64_t>(40L); x1+=static_cast<int64_t>({by}L))
+                {{
+                    {sum}_vec = {sum}_vec + tmp1;
+                }}
+                {last}
+                out_ptr0[static_cast<int64_t>(x0)] = static_cast<float>({sum});
+            }}
+            for(int64_t x1=static_cast<int64_t>(0L); x1<static_cast<int64_t>(64L); x1+=static_cast<int64_t>(32L))
+            {{
+            }}
+        }}
+    }}
+"""
+COLUMNS = """
+    for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>(64L); x0+=static_cast<int64_t>({step}L))
+    {{
+        {{
+            float tmp_acc0 = 0;
+            for(int64_t x1=static_cast<int64_t>(0L); x1<static_cast<int64_t>(240L); x1+=static_cast<int64_t>(1L))
+            {{
+                tmp_acc0_vec = tmp_acc0_vec + tmp1;
+            }}
+            tmp_acc0_vec.store(out_ptr0 + static_cast<int64_t>(x0), static_cast<int64_t>(32));
+        }}
+    }}
+"""
+TRITON = """
+@triton_heuristics.{kind}(
+    size_hints={{'x': {x}, 'r0_': 64}},
+    reduction_hint=ReductionHint.INNER,
+    filename=__file__,
+)
+@triton.jit
+def triton_red_fused(in_ptr0, out_ptr0, xnumel, r0_numel, XBLOCK : tl.constexpr):
+    tmp3 = triton_helpers.max2(tmp1, 1)[:, None]
+    tmp4 = tl.sum(tmp3, 1)[:, None].to(tl.float32)
+''', device_str='cuda')
+"""
+
+
+def rows(num=1, *, rows=960, name="tmp_acc0", begin="0"):
+    last = LANES.format(sum=name, num=num)
+    return ROWS.format(rows=rows, sum=name, begin=begin, num=num, by=16 * num, last=last)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (rows(1), rows(2), False),
+        (rows(1), rows(1, name="tmp_acc3", rows=24), True),
+        (rows(1), rows(1) + rows(2, begin="-std::numeric_limits<float>::infinity()"), True),
+        (COLUMNS.format(step=16), COLUMNS.format(step=32), True),
+        (rows(1), COLUMNS.format(step=16), False),
+        (TRITON.format(kind="reduction", x=64), TRITON.format(kind="reduction", x=64), True),
+        (TRITON.format(kind="reduction", x=64), TRITON.format(kind="persistent_reduction", x=64), False),
+        (TRITON.format(kind="reduction", x=64), TRITON.format(kind="reduction", x=128), False),
+    ],
+    ids=["lanes", "names and rows", "greatest", "columns", "direction", "Triton", "Triton's kind", "Triton's sizes"],
+)
+def test_orders_are_told_apart_by_what_decides_over_digits(one, other, alike):
+    assert summation_orders(one)
+    assert (summation_orders(one) == summation_orders(other)) == alike
+
+
+def test_a_backward_makes_sums_of_the_forward_again_and_no_others():
+    plain = (rows(1), rows(2))
+    assert add_up_alike(plain, (rows(1), rows(1) + rows(2)))
+    assert add_up_alike(plain, ("", rows(1) + rows(2)))  # for the backward alone
+    assert not add_up_alike(plain, (rows(1), rows(1)))
+    assert not add_up_alike(plain, (rows(1), rows(2) + rows(2)))
+    assert not add_up_alike(plain, (rows(1), rows(2) + rows(4)))
+
+
+def test_sums_are_found_in_the_code_that_inductor_writes_today():
+    """Were its text another one day, no order would be another."""
+
+    def centred(x):
+        return x.softmax(-1) - x.mean(0)
+
+    x = torch.randn(64, 96, requires_grad=True)
+    _, sources = run_and_get_code(lambda: torch.compile(centred, dynamic=False)(x).sum().backward())
+    found = sum(map(summation_orders, sources), start=summation_orders(""))
+    assert sum("vec_reduce_all" in order and "96L" in order for order in found) and "[('64L', '')] one by one" in found
+
+
+@pytest.mark.parametrize("autocast", [True, False], ids=["bfloat16", "float32"])
+def test_what_adds_up_in_another_order_is_left_out_in_low_precision_before_it_is_compiled(autocast, monkeypatch):
+    monkeypatch.setattr(captured_layer, "add_up_alike", lambda plain, other: plain == other)
+    torch.manual_seed(0)
+    model = GPT()
+    compiled = lowtide.compile(model, budget="70%")
+    ids = torch.randint(0, WORDS, (4, 32))
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(ids, ids)[1]
+        loss.backward()
+        compiled.wait()
+    others = set(compiled.plan.layers.values()) - {"plain", "run again"}
+    assert autocast == any(captured_layer._OTHER_ORDER in reason for reason in compiled.plan.refused)
+    assert bool(others) != autocast
