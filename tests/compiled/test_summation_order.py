@@ -53,8 +53,19 @@ TRITON = """
 def triton_red_fused(in_ptr0, out_ptr0, xnumel, r0_numel, XBLOCK : tl.constexpr):
     tmp3 = triton_helpers.max2(tmp1, 1)[:, None]
     tmp4 = tl.sum(tmp3, 1)[:, None].to(tl.float32)
-''', device_str='cuda')
 """
+
+
+def source(*kernels, calls=1):
+    """Code that defines these and calls each so often."""
+    lines = [f"kernel_{at} = async_compile.any('', r'''{text}''')" for at, text in enumerate(kernels)]
+    for at, text in enumerate(kernels):
+        lines += [f"    kernel_{at}{'.run' if 'triton' in text else ''}(buf0)"] * calls
+    return "\n".join(lines)
+
+
+def triton(*, kind="reduction", x=64):
+    return TRITON.format(kind=kind, x=x)
 
 
 def rows(num=1, *, rows=960, name="tmp_acc0", begin="0"):
@@ -65,29 +76,35 @@ def rows(num=1, *, rows=960, name="tmp_acc0", begin="0"):
 @pytest.mark.parametrize(
     ("one", "other", "alike"),
     [
-        (rows(1), rows(2), False),
-        (rows(1), rows(1, name="tmp_acc3", rows=24), True),
-        (rows(1), rows(1) + rows(2, begin="-std::numeric_limits<float>::infinity()"), True),
-        (COLUMNS.format(step=16), COLUMNS.format(step=32), True),
-        (rows(1), COLUMNS.format(step=16), False),
-        (TRITON.format(kind="reduction", x=64), TRITON.format(kind="reduction", x=64), True),
-        (TRITON.format(kind="reduction", x=64), TRITON.format(kind="persistent_reduction", x=64), False),
-        (TRITON.format(kind="reduction", x=64), TRITON.format(kind="reduction", x=128), False),
+        ([rows(1)], [rows(2)], False),
+        ([rows(1)], [rows(1, name="tmp_acc3", rows=24)], True),
+        ([rows(1)], [rows(1), rows(2, begin="-std::numeric_limits<float>::infinity()")], True),
+        ([COLUMNS.format(step=16)], [COLUMNS.format(step=32)], True),
+        ([rows(1)], [COLUMNS.format(step=16)], False),
+        ([triton()], [triton()], True),
+        ([triton()], [triton(kind="persistent_reduction")], False),
+        ([triton()], [triton(x=128)], False),
     ],
     ids=["lanes", "names and rows", "greatest", "columns", "direction", "Triton", "Triton's kind", "Triton's sizes"],
 )
 def test_orders_are_told_apart_by_what_decides_over_digits(one, other, alike):
-    assert summation_orders(one)
-    assert (summation_orders(one) == summation_orders(other)) == alike
+    assert summation_orders(source(*one))
+    assert (summation_orders(source(*one)) == summation_orders(source(*other))) == alike
+
+
+@pytest.mark.parametrize("kernel", [rows(1), triton()], ids=["C++", "Triton"])
+def test_a_kernel_counts_as_often_as_it_is_called(kernel):
+    once, twice = summation_orders(source(kernel)), summation_orders(source(kernel, calls=2))
+    assert once.total() == 1 and twice == once + once == summation_orders(source(kernel, f"{kernel}\n"))
 
 
 def test_a_backward_makes_sums_of_the_forward_again_and_no_others():
-    plain = (rows(1), rows(2))
-    assert add_up_alike(plain, (rows(1), rows(1) + rows(2)))
-    assert add_up_alike(plain, ("", rows(1) + rows(2)))  # for the backward alone
-    assert not add_up_alike(plain, (rows(1), rows(1)))
-    assert not add_up_alike(plain, (rows(1), rows(2) + rows(2)))
-    assert not add_up_alike(plain, (rows(1), rows(2) + rows(4)))
+    plain = source(rows(1)), source(rows(2))
+    assert add_up_alike(plain, (source(rows(1)), source(rows(1), rows(2))))
+    assert add_up_alike(plain, ("", source(rows(1), rows(2))))  # for the backward alone
+    assert not add_up_alike(plain, (source(rows(1)), source(rows(1))))
+    assert not add_up_alike(plain, (source(rows(1)), source(rows(2), rows(2))))
+    assert not add_up_alike(plain, (source(rows(1)), source(rows(2), rows(4))))
 
 
 def test_sums_are_found_in_the_code_that_inductor_writes_today():

@@ -9,13 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+_KERNEL = re.compile(r"^(\w+) = async_compile\.\w+\(.*?'''(.*?)'''", re.DOTALL | re.MULTILINE)
 # Inductor's C++. The greatest, the least, truth and integers come out the same in any order.
 _SUM = re.compile(r"^( *)(?:float|double|Welford<\w+>) (tmp_acc\d+) = (?!.*infinity)")
 _NUMBER = r"(?:static_cast<\w+>\()?([^;]+?)\)?"
 _LOOP = re.compile(rf"^( *)for *\(\w+ \w+ *= *{_NUMBER}; *\w+ *< *{_NUMBER}; *\w+ *(?:\+= *{_NUMBER}|\+\+)\)$")
-_TRITON = re.compile(
-    r"@triton_heuristics\.(\w*reduction)\(\s*size_hints=({.*?}),\s*reduction_hint=(\S+?),(.*?)(?:'''|\Z)", re.DOTALL
-)
+_TRITON = re.compile(r"@triton_heuristics\.(\w*reduction)\(\s*size_hints=({.*?}),\s*reduction_hint=(\S+?),")
 _ADDS = re.compile(r"\btl\.sum\(|welford\w*\(|online_softmax\w*\(")
 
 
@@ -23,7 +22,11 @@ _ADDS = re.compile(r"\btl\.sum\(|welford\w*\(|online_softmax\w*\(")
 def summation_orders(source: str) -> Counter[str]:
     """How often Inductor's code adds up in each way: in C++ along which loops, and how the lanes are added in the end;
     in Triton what a kernel's block sizes are chosen by. Empty where no kernel adds up."""
-    return Counter([*_in_cpp(source.splitlines()), *_in_triton(source)])
+    found = Counter[str]()
+    for name, code in _KERNEL.findall(source):
+        calls = len(re.findall(rf"(?<!def )\b{name}(?:\.run)?\(", source))  # kernels of the same text are one
+        found += Counter({order: calls * num for order, num in Counter([*_in_cpp(code), *_in_triton(code)]).items()})
+    return found
 
 
 def add_up_alike(plain: tuple[str, str], other: tuple[str, str]) -> bool:
@@ -35,7 +38,8 @@ def add_up_alike(plain: tuple[str, str], other: tuple[str, str]) -> bool:
     return expected <= found and (found - expected).keys() <= first.keys()
 
 
-def _in_cpp(lines: list[str]) -> Iterator[str]:
+def _in_cpp(code: str) -> Iterator[str]:
+    lines = code.splitlines()
     for at, line in enumerate(lines):
         if declared := _SUM.match(line):
             indent, name = declared[1], declared[2]
@@ -64,6 +68,6 @@ def _first_loop(block: list[str], indent: int) -> Iterator[str]:
                 return
 
 
-def _in_triton(source: str) -> Iterator[str]:
-    for kind, sizes, hint, code in _TRITON.findall(source):
+def _in_triton(code: str) -> Iterator[str]:
+    for kind, sizes, hint in _TRITON.findall(code):
         yield from [f"{kind} {sizes} {hint}"] * len(_ADDS.findall(code))
