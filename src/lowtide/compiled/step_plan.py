@@ -248,7 +248,7 @@ class StepPlanner:
             return ""
         return (
             f"\n{len(reasons)} variants were left out, the first of them {reasons[0]}. In bfloat16 and float16, "
-            "round_as_eager=True makes variants agree."
+            "round_as_eager=True makes more of them agree."
         )
 
     def _leanest(self) -> Choice:
