@@ -225,8 +225,10 @@ def test_the_masks_of_other_calls_keep_out_others():
     drawn = Sample.of(mask).tensor(other=True)
     assert set(drawn.unique().tolist()) == {0.0, -torch.inf} and 0.2 < drawn.isinf().float().mean() < 0.4
     assert 0.4 < Sample.of(torch.ones(64, 64, dtype=torch.bool)).tensor(other=True).float().mean() < 0.6
-    places = torch.arange(8)
-    assert torch.equal(Sample.of(places).tensor(other=True), places)
+    for places in (torch.arange(8), torch.zeros(8, dtype=torch.int64)):
+        assert torch.equal(Sample.of(places).tensor(other=True), places)
+    whole = torch.ones(64, 64, dtype=torch.int64)
+    assert 0.4 < Sample.of(whole).tensor(other=True).float().mean() < 0.6
 
 
 def test_a_mask_that_keeps_out_nothing_yet_is_drawn_as_one_that_does_and_as_numbers():
@@ -249,3 +251,9 @@ def test_a_large_parameter_of_many_values_takes_no_memory_when_it_is_tried():
     large, frozen = nn.Parameter(torch.randn(1 << 17)), nn.Parameter(torch.randn(8), requires_grad=False)
     assert samples.as_trained(large) is large
     assert not samples.as_trained(frozen).requires_grad and not torch.equal(samples.as_trained(frozen), frozen)
+
+
+def test_numbers_of_eight_bits_are_tried_as_they_are():
+    tiny = torch.ones(8, 8).to(torch.float8_e4m3fn)
+    assert samples.as_trained(tiny) is tiny
+    assert torch.equal(Sample.of(tiny).tensor(other=True).float(), tiny.float()) and not Sample.of(tiny).is_constant

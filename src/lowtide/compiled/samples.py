@@ -58,11 +58,11 @@ class Sample:
 
 
 def _other_values(seen: torch.Tensor) -> torch.Tensor:
-    """Truth at random; masks that keep out others; positive numbers in the place of others. Integers stay: they may
-    be places in a table."""
-    if seen.dtype == torch.bool:
-        return torch.rand(seen.shape) < 0.5
-    if not seen.dtype.is_floating_point or seen.numel() == 0:
+    """Truth at random, also as ones and zeros; masks that keep out others; positive numbers in the place of others.
+    Other integers stay: they may be places in a table, in which there is a first one at least."""
+    if seen.dtype == torch.bool or (_is_integer(seen) and set(seen.unique().tolist()) in ({1}, {0, 1})):
+        return (torch.rand(seen.shape) < 0.5).to(seen.dtype)
+    if not _is_real(seen):
         return seen
     lowest = seen.min().item()
     if lowest == 0 and _is_constant(seen) and torch.rand(()) < 0.5:  # perhaps a mask that keeps out nothing yet
@@ -72,10 +72,18 @@ def _other_values(seen: torch.Tensor) -> torch.Tensor:
     return torch.rand(seen.shape).to(seen.dtype)
 
 
+def _is_real(tensor: torch.Tensor) -> bool:
+    """Its numbers can be compared and added to; those of eight bits cannot."""
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and tensor.numel() > 0
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+
+
 def _is_constant(tensor: torch.Tensor) -> bool:
-    if tensor.numel() < 2 or not (tensor.dtype.is_floating_point or tensor.dtype == torch.bool):
-        return False
-    return bool(torch.equal(*tensor.aminmax()))
+    known = _is_real(tensor) or tensor.dtype == torch.bool
+    return known and tensor.numel() > 1 and torch.equal(*tensor.aminmax())
 
 
 def as_trained(parameter: torch.Tensor) -> torch.Tensor:
@@ -85,7 +93,7 @@ def as_trained(parameter: torch.Tensor) -> torch.Tensor:
     variants that round elsewhere agree until the first update.
     """
     part = part_of(parameter)
-    if not part.dtype.is_floating_point or (part.numel() > _FEW and not _is_constant(part.detach())):
+    if not _is_real(part) or (part.numel() > _FEW and not _is_constant(part.detach())):
         return parameter
     memory = _memory_of(part)
     noise = torch.rand(memory.shape, device=part.device, dtype=torch.float32).mul_(2 * _NOISE).sub_(_NOISE)
