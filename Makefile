@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 INTEGRATIONS := transformers,peft,trl,lightning,deepspeed,megatron
 ENVIRONMENT := sh tools/environment.sh
-OTHER_TORCH := tests/test_pytorch_internals.py tests/tracing tests/tape tests/doctor/test_checks.py tests/attaching
+OTHER_TORCH := tests/test_pytorch_internals.py tests/tracing tests/tape tests/doctor/test_checks.py tests/attaching tests/compiled/test_summation_order.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-slowest test-accelerator test-cuda test-other-torch test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps steps changing-steps compiled claims advice foresight zoo figures clean
