@@ -198,9 +198,10 @@ def test_a_difference_that_is_rare_is_found_and_the_others_go_on():
 
 
 def test_what_is_no_number_on_any_sample_proves_nothing():
-    given = measurable()
+    given, taken = measurable(), []
+    given.sample_inputs = lambda **values: taken.append(values) or []
     found = proof.why_not_equal(given, [drawing(NAN)], drawing(NAN))
-    assert found == ["output 0 of the plain compiled layer is no number on any sample"]
+    assert len(taken) == 4 and found == ["output 0 of the plain compiled layer is no number on any sample"]
     assert proof.why_not_equal(given, [drawing(NAN, ONE)], drawing(NAN, ONE)) == [""]
 
 

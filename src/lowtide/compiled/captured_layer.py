@@ -331,9 +331,9 @@ class CapturedLayer:
             saved = SavedSet(None, stored, 0, 0, 0.0)
         run = made.run if kernels else None
         read = self._read(made.lowered)
-        hidden = "" if made.adds_up_alike or not self.roundings else _OTHER_ORDER
+        other_order = "" if made.adds_up_alike or not self.roundings else _OTHER_ORDER
         return Variant(
-            name, saved, read.memory, run, code_ms=read.forward_ms + read.backward_ms, refused=hidden,
+            name, saved, read.memory, run, code_ms=read.forward_ms + read.backward_ms, refused=other_order,
             holds_for=made.holds_for, kernels=made.kernels,
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ _LEAST_FREEDOM = 4  # degrees of freedom of the spread, before it is believed to
 _PLAIN_SAMPLES = 3  # where the plain variant is timed alone: all others' times are ratios to it, taken beside it later
 _ERROR, _ERROR_OF_EXTRA = 0.015, 0.1  # of the median ratio, and of what it is beyond 1: no more samples are taken
 _ROUNDINGS, _MOST_PROOFS = 1 << 28, 64  # in low precision: so many rounded values are compared, in so many samples
+_PROOFS_OF_NAN = 4  # samples at least, where some result is no number on any of them
 _Results = list[tuple[str, torch.Tensor | None]]
 
 
@@ -54,7 +55,7 @@ def why_not_equal(
             for at, variant in enumerate(variants):
                 reasons[at] = reasons[at] or _difference(results(variant), expected)
             unknown = [name for name, _ in expected if name not in known]
-            if all(reasons) or (number + 1 >= _num_proofs(captured.roundings) and not unknown):
+            if all(reasons) or number + 1 >= max(_num_proofs(captured.roundings), _PROOFS_OF_NAN if unknown else 1):
                 break
     if unknown:
         reasons = [r or f"{unknown[0]} of the plain compiled layer is no number on any sample" for r in reasons]

@@ -58,9 +58,10 @@ class Sample:
 
 
 def _other_values(seen: torch.Tensor) -> torch.Tensor:
-    """Truth at random, also as ones and zeros; masks that keep out others; positive numbers in the place of others.
-    Other integers stay: they may be places in a table, in which there is a first one at least."""
-    if seen.dtype == torch.bool or (_is_integer(seen) and set(seen.unique().tolist()) in ({1}, {0, 1})):
+    """As they may be in another call: masks keep out other places, and other numbers are positive. Integers stay, as
+    they may be places in a table; ones and zeros are a mask, or places that every such table has."""
+    integer = not (seen.dtype.is_floating_point or seen.dtype.is_complex)
+    if seen.dtype == torch.bool or (integer and set(seen.unique().tolist()) in ({1}, {0, 1})):
         return (torch.rand(seen.shape) < 0.5).to(seen.dtype)
     if not _is_real(seen):
         return seen
@@ -75,10 +76,6 @@ def _other_values(seen: torch.Tensor) -> torch.Tensor:
 def _is_real(tensor: torch.Tensor) -> bool:
     """Its numbers can be compared and added to; those of eight bits cannot."""
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and tensor.numel() > 0
-
-
-def _is_integer(tensor: torch.Tensor) -> bool:
-    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:
