@@ -6,7 +6,7 @@ ENVIRONMENT := sh tools/environment.sh
 OTHER_TORCH := tests/test_pytorch_internals.py tests/tracing tests/tape tests/doctor/test_checks.py tests/attaching tests/compiled/test_summation_order.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slowest test-accelerator test-cuda test-other-torch test-triton check docs dist changelog bench bench-planner offload overhead gpu integrations real-steps steps changing-steps compiled claims advice foresight zoo figures clean
+.PHONY: help demo test test-all test-slowest test-accelerator test-cuda test-other-torch test-triton check docs dist dist-built changelog bench bench-planner offload overhead gpu integrations real-steps steps changing-steps compiled claims advice foresight zoo figures clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ docs: .venv/.ready  ## build the documentation site into build/site; warnings ar
 dist: .venv/.ready  ## build the source archive and, from it, the wheel into dist/
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
+
+dist-built: .venv/.ready  ## build a wheel with the C++ built for PYTHONS (default: .venv's), for machines without a compiler
+	LOWTIDE_BUILT_FOR=$(or $(PYTHONS),$(CURDIR)/$(BIN)/python) $(BIN)/python -m build --wheel --no-isolation
 
 changelog: .venv/.ready  ## move the sentences of changelog.d into CHANGELOG.md, as one release
 	$(BIN)/python changelog.d/gather.py

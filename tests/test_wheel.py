@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 import lowtide
 
 ROOT = Path(__file__).parents[1]
-BUILT_FROM = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "src")
+BUILT_FROM = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "src")
 
 pytestmark = pytest.mark.slow
 
@@ -216,3 +216,19 @@ def test_the_source_archive_builds_the_same_wheel(source, wheel, tmp_path):
     (unpacked,) = (tmp_path / "unpacked").iterdir()
 
     assert files(build("wheel", unpacked, tmp_path / "again")) == files(wheel)
+
+
+def test_a_wheel_with_the_c_plus_plus_built_needs_no_compiler(source, tmp_path, monkeypatch):
+    unpacked = tmp_path / "source"
+    shutil.copytree(source, unpacked)
+    monkeypatch.setenv("LOWTIDE_BUILT_FOR", sys.executable)
+    built = build("wheel", unpacked, tmp_path / "built")
+    monkeypatch.delenv("LOWTIDE_BUILT_FOR")
+    interpreter = environment(tmp_path / "there", built, "lowtide")
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "cache"))
+
+    assert built.stem.startswith("lowtide-") and "-py3-none-" in built.stem and not built.stem.endswith("-any")
+    asked = "from lowtide.device import allocation_counter as c, planned_ops as o; c.prepare(); o.prepare(); "
+    assert run(interpreter, "-c", asked + "print(c.is_there(), o.is_there(), c.why_missing())").strip() == "True True"
+    assert not any("/built/" in name for name in files(build("wheel", unpacked, tmp_path / "plain")))  # none left over

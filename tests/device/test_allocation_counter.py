@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from threading import Thread
@@ -11,7 +12,7 @@ import torch
 from support.training_steps import mlp
 
 import lowtide
-from lowtide.device import allocation_counter
+from lowtide.device import allocation_counter, native_library
 from lowtide.device.allocation_counter import NATIVE, count
 from lowtide.measurement import allocator
 from lowtide.measurement.allocator import peak_bytes
@@ -61,7 +62,7 @@ def test_it_counts_what_the_profiler_counts(monkeypatch):
 PROFILED = """
 import torch
 from torch.profiler import profile
-from lowtide.device import allocation_counter
+from lowtide.device import allocation_counter, native_library
 from lowtide.device.allocation_counter import NATIVE, count
 
 allocation_counter.prepare(waits=True)
@@ -158,6 +159,43 @@ def test_another_pytorch_has_another_library(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.99.0")
 
     assert NATIVE.path() != before
+
+
+@pytest.fixture
+def shipped(unprepared, tmp_path):
+    """The library as a wheel ships it, on a machine without a compiler where nothing was built yet."""
+    unprepared.setattr(native_library, "_SHIPPED", tmp_path / "built")
+    library = tmp_path / "built" / "allocation_counter" / NATIVE.path().name
+    library.parent.mkdir(parents=True)
+    shutil.copy(NATIVE.path(), library)
+    unprepared.setenv("PATH", str(tmp_path))
+    unprepared.setenv("LOWTIDE_ALLOCATION_COUNTER", str(tmp_path / "kept"))
+    return library
+
+
+def test_one_that_the_wheel_has_needs_no_compiler(shipped, tmp_path):
+    allocation_counter.prepare()  # nothing to wait for
+
+    assert allocation_counter.is_there() and not (tmp_path / "kept").exists()
+
+
+def test_one_that_the_wheel_has_for_another_pytorch_is_left_out_and_told(shipped):
+    shipped.rename(shipped.with_name("torch-2.99.0-0123456789abcdef.so"))
+    allocation_counter.prepare(waits=True)
+
+    told = f"(this wheel has it built for PyTorch 2.99.0; this is {torch.__version__})"
+    assert not allocation_counter.is_there() and told in allocation_counter.why_missing()
+
+
+def test_one_that_the_wheel_has_for_a_newer_system_is_built_here(shipped, unprepared, tmp_path):
+    shipped.write_bytes(b"no library of this system")
+    unprepared.undo()
+    unprepared.setattr(NATIVE, "loaded", None)
+    unprepared.setattr(native_library, "_SHIPPED", tmp_path / "built")
+    unprepared.setenv("LOWTIDE_ALLOCATION_COUNTER", str(tmp_path / "kept"))
+    allocation_counter.prepare(waits=True)
+
+    assert allocation_counter.is_there() and os.listdir(tmp_path / "kept") == [NATIVE.path().name]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nice is Linux's")

@@ -1,4 +1,5 @@
-"""Some lines of C++ of ours, built once for each PyTorch, beside the training, kept in lowtide's cache directory."""
+"""Some lines of C++ of ours, for this PyTorch: from lowtide's wheel if it has them built, else built once, beside the
+training, and kept in lowtide's cache directory."""
 
 import ctypes
 import hashlib
@@ -16,6 +17,8 @@ import torch
 
 from lowtide.cache_files import cache_dir, read_file, write_file
 
+# What setup.py puts into a wheel, a folder for each library.
+_SHIPPED = Path(__file__).with_name("built")
 _FLAGS = ("-std=c++20", "-O1", "-g0", "-w", "-shared", "-fPIC")
 
 HANDLE, INTEGER = ctypes.c_void_p, ctypes.c_int64
@@ -58,12 +61,15 @@ class NativeLibrary:
         with self.lock:
             if self.loaded is None and not self.why_missing and self._building is None:
                 try:
-                    built = self._built()
-                    if built is None:
+                    path = self.path()
+                    if self._is_shipped(path.name):
+                        pass
+                    elif path.exists():
+                        read_file(path)  # one that somebody else could have written is not believed
+                        self._load(path)
+                    else:
                         self._building = threading.Thread(target=self._build, name=f"lowtide-{self._name}", daemon=True)
                         self._building.start()
-                    else:
-                        self._load(built)
                 except Exception as error:  # nothing of this may end a training
                     self.why_missing = _in_a_line(error)
             building = self._building
@@ -71,22 +77,29 @@ class NativeLibrary:
             building.join()
 
     def path(self) -> Path:
-        """Where it lies, for this PyTorch. Raises: OSError: there is to be none."""
+        """Where it is kept, for this PyTorch. Raises: OSError: there is to be none."""
         facts = [torch.__version__, str(torch.version.git_version), str(torch.compiled_with_cxx11_abi())]
         facts += [platform.system(), platform.machine(), *_FLAGS]
         digest = hashlib.sha256("\0".join(facts).encode() + self.source.read_bytes())
         place = os.environ.get(self._variable, "")
         if place == "0":
             raise OSError(f"{self._variable}=0")
-        return (Path(place) if place else cache_dir() / self._name) / f"{digest.hexdigest()[:16]}.so"
+        name = f"torch-{torch.__version__}-{digest.hexdigest()[:16]}.so"
+        return (Path(place) if place else cache_dir() / self._name) / name
 
-    def build(self) -> Path:
-        """Build it for this PyTorch, and keep it. Raises: OSError: no compiler, or no place to keep it."""
+    def build(self, into: Path | None = None) -> Path:
+        """Build it for this PyTorch. Raises: OSError: no compiler, or no place to keep it.
+
+        Args:
+            into: The folder of all shipped libraries, instead of where it is kept.
+        """
         name = os.environ.get("CXX", "c++")
         compiler = shutil.which(name) or shutil.which("g++")
         if compiler is None:
-            raise OSError(f"there is no C++ compiler ({name}) to build {self._what} with")
+            raise OSError(f"there is no C++ compiler ({name}) to build {self._what} with{self._shipped_for_others()}")
         root, path = Path(torch.__file__).parent, self.path()
+        if into is not None:
+            path = into / self._name / path.name
         with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
             made = Path(folder) / path.name
             command = [
@@ -102,13 +115,19 @@ class NativeLibrary:
             write_file(path, made.read_bytes())
         return path
 
-    def _built(self) -> Path | None:
-        """The library that is there; None: it has to be built. Raises: OSError: there is to be none."""
-        path = self.path()
-        if not path.exists():
-            return None
-        read_file(path)  # one that somebody else could have written is not believed
-        return path
+    def _is_shipped(self, file_name: str) -> bool:
+        """Load the one of the wheel. False: it has none for this PyTorch, or one for a newer system than this."""
+        path = _SHIPPED / self._name / file_name
+        try:
+            if path.exists():
+                self._load(path)
+        except OSError:
+            return False
+        return self.loaded is not None
+
+    def _shipped_for_others(self) -> str:
+        others = sorted({path.stem.split("-")[1] for path in (_SHIPPED / self._name).glob("torch-*.so")})
+        return f" (this wheel has it built for PyTorch {', '.join(others)}; this is {torch.__version__})" * bool(others)
 
     def _build(self) -> None:
         try:
