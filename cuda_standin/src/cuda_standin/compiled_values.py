@@ -84,7 +84,7 @@ def _with_values(code: Any, graph_module: fx.GraphModule) -> Any:
 @torch.no_grad()
 def _write(into: torch.Tensor, value: torch.Tensor) -> None:
     with torch.autograd._unsafe_preserve_version_counter(into):
-        into.detach().copy_(value)
+        _once(into.detach()).copy_(_once(value))
 
 
 @torch.no_grad()
@@ -92,7 +92,13 @@ def _moved(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
         return value
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=SECOND)
-    return made.copy_(value.detach())
+    _once(made).copy_(_once(value.detach()))
+    return made
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the repeats of an expanded tensor, which cannot be written."""
+    return tensor[tuple(slice(None) if stride else slice(0, 1) for stride in tensor.stride())]
 
 
 def _on_second(graph_module: fx.GraphModule) -> Callable[..., Any]:
