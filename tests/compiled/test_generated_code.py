@@ -84,6 +84,16 @@ def test_an_accelerators_buffers_are_blocks_and_its_kernels_are_run():
         read(body)  # code of another device than the layer's
 
 
+def test_a_number_is_copied_from_the_host():
+    """As Inductor writes it where a layer takes a tensor on the CPU, such as the window of gpt-oss."""
+    body = ["buf0 = empty_strided_cpu((256, ), (1, ), torch.float32)", "buf0.copy_(x, False)", "return (buf0, )"]
+    source = HEAD + "".join(f"        {line}\n" for line in body)
+    inputs = {"x": InputMemory(KIB, "x"), "y": InputMemory(KIB, "y")}
+    memory = read_code(source, inputs, prices=Prices(float, lambda *call: 0.0))
+
+    assert (memory.peak_bytes, memory.end_bytes, memory.ms) == (1024, 1024, 2048.0)
+
+
 def test_an_input_goes_when_the_code_lets_go_of_it_and_not_before():
     late = ["buf0 = empty_strided_cpu((256, ), (1, ), torch.float32)", "del x", "return (buf0, )"]
     early = ["del x", "buf0 = empty_strided_cpu((256, ), (1, ), torch.float32)", "return (buf0, )"]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lowtide.compiled import proof, samples
+from lowtide.compiled.captured_layer import OTHER_ORDER, Variant
 from lowtide.compiled.samples import Sample
 
 CPU = torch.device("cpu")
@@ -172,7 +173,7 @@ def drawing(*values):
     def run(*inputs):
         return [left.pop(0) if len(left) > 1 else left[0]]
 
-    return SimpleNamespace(run=run, refused="", kernels=SimpleNamespace(compile=lambda: None))
+    return Variant("drawn", None, None, run=run)
 
 
 ONE, OTHER, NAN = torch.ones(2), torch.zeros(2), torch.full((2,), torch.nan)
@@ -195,6 +196,19 @@ def test_a_difference_that_is_rare_is_found_and_the_others_go_on():
     rare, late = drawing(*[ONE] * 40, OTHER, ONE), drawing(*[ONE] * 50, OTHER)
     found = proof.why_not_equal(given, [rare, late, drawing(ONE)], drawing(ONE))
     assert found == [*["output 0 has other bits than in the plain compiled layer"] * 2, ""]
+
+
+@pytest.mark.parametrize("roundings", [3, 0], ids=["bfloat16", "float32"])
+def test_where_values_are_rounded_kernels_that_turned_out_to_add_up_in_another_order_are_refused(roundings):
+    given, text = measurable(), "size_hints={'x': 8, 'r0_': 64},\n    tl.sum("
+    given.roundings = roundings
+    plain, alike, other = drawing(ONE), drawing(ONE), drawing(ONE)
+    for one, blocks in ((plain, "8"), (alike, "8"), (other, "32")):
+        kernel = f"@triton_heuristics.reduction(\n    {text}"
+        one.sources = "", f"kernel = async_compile.triton('kernel', '''{kernel}''')\nkernel.run(x)"
+        one.kernels = SimpleNamespace(compile=lambda: None, blocks=lambda known={kernel: blocks}: known)
+    found = proof.why_not_equal(given, [alike, other], plain)
+    assert found == ["", OTHER_ORDER if roundings else ""]
 
 
 def test_what_is_no_number_on_any_sample_proves_nothing():

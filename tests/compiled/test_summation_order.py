@@ -1,12 +1,16 @@
 """Sums in another order are found in generated code, whatever rounding hides of them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.compiled_loops import GPT, WORDS
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 
 import lowtide
 from lowtide.compiled import captured_layer
+from lowtide.compiled.kernels_later import KernelsLater
 from lowtide.compiled.summation_order import add_up_alike, summation_orders
 
 LANES = "{sum} = {sum} + at::vec::vec_reduce_all<float, {num}>([](auto& x, auto& y) {{ return x + y; }}, {sum}_vec);"
@@ -107,6 +111,48 @@ def test_a_backward_makes_sums_of_the_forward_again_and_no_others():
     assert not add_up_alike(plain, (source(rows(1)), source(rows(2), rows(4))))
 
 
+def test_block_sizes_of_triton_count_once_they_are_known():
+    plain, other = triton(), f"{triton()}\n# fused with something else"
+    code, others = ("", source(plain)), ("", source(other))
+    assert add_up_alike(code, others)
+    assert add_up_alike(code, others, {plain: "8"}, {other: "8"})
+    assert not add_up_alike(code, others, {plain: "8"}, {other: "32"})
+    assert not add_up_alike(code, others, {plain: "8"}, {})  # nobody knows them
+
+
+class Autotuner:
+    """As PyTorch's for a kernel: it times ``launchers`` when it first runs, and one is left."""
+
+    def __init__(self, *x_blocks):
+        self.launchers = [SimpleNamespace(config=SimpleNamespace(kwargs={"XBLOCK": x}, num_warps=2)) for x in x_blocks]
+
+    def take(self, at):
+        self.launchers = [self.launchers[at]]
+
+
+def test_a_kernel_takes_the_block_sizes_of_the_plain_codes_kernel_that_is_most_like_it(monkeypatch):
+    """PyTorch would time them, and take others as it comes."""
+    monkeypatch.setattr(AsyncCompile, "triton", lambda compiler, name, text: Autotuner(1, 8, 32))
+    first, second, larger = triton() + "    tmp5 = sin(tmp4)\n", triton() + "    tmp5 = exp(tmp4)\n", triton(x=128)
+
+    def compiled(later, *texts):
+        with later.held():
+            scope = {f"kernel_{i}": AsyncCompile().triton("kernel", text) for i, text in enumerate(texts)}
+            AsyncCompile().wait(scope)
+        later.compile()
+        return [*scope.values()]
+
+    plain = KernelsLater()
+    for kernel, at in zip(compiled(plain, first, second), (1, 2)):
+        kernel.take(at)  # it has run
+    later = KernelsLater(plain)
+    more = second.replace("tmp5", "tmp7") + "    tmp8 = tmp7 + 1\n"
+    taken, others = compiled(later, more, larger)
+
+    assert later.blocks() == {more: plain.blocks()[second]} != {more: plain.blocks()[first]}
+    assert len(taken.launchers) == 1 and len(others.launchers) == 3  # none adds up so many values
+
+
 def test_sums_are_found_in_the_code_that_inductor_writes_today():
     """Were its text another one day, no order would be another."""
 
@@ -121,7 +167,7 @@ def test_sums_are_found_in_the_code_that_inductor_writes_today():
 
 @pytest.mark.parametrize("autocast", [True, False], ids=["bfloat16", "float32"])
 def test_what_adds_up_in_another_order_is_left_out_in_low_precision_before_it_is_compiled(autocast, monkeypatch):
-    monkeypatch.setattr(captured_layer, "add_up_alike", lambda plain, other: plain == other)
+    monkeypatch.setattr(captured_layer, "add_up_alike", lambda plain, other, *blocks: plain == other)
     torch.manual_seed(0)
     model = GPT()
     compiled = lowtide.compile(model, budget="70%")
@@ -132,5 +178,5 @@ def test_what_adds_up_in_another_order_is_left_out_in_low_precision_before_it_is
         loss.backward()
         compiled.wait()
     others = set(compiled.plan.layers.values()) - {"plain", "run again"}
-    assert autocast == any(captured_layer._OTHER_ORDER in reason for reason in compiled.plan.refused)
+    assert autocast == any(captured_layer.OTHER_ORDER in reason for reason in compiled.plan.refused)
     assert bool(others) != autocast

@@ -48,6 +48,14 @@ def test_predicted_peaks_are_counted_and_bits_equal(tmp_path, dtype, how):
 
 
 @pytest.mark.slow
+def test_variants_add_up_in_the_block_sizes_of_the_plain_code_and_repeat_its_draws(tmp_path):
+    (line,) = lines_of(tmp_path, "99.9%", script="blocks_on_cuda.py")
+
+    assert {*line["variants"]} - {"plain"} and line["planned"] and line["equal"], line
+    assert line["timed"] and all(line["alike"]), line
+
+
+@pytest.mark.slow
 def test_one_plan_serves_eight_lengths_within_its_budget(tmp_path):
     lengths = 256, 250, 200, 129, 128, 64, 33, 7
     lines = lines_of(tmp_path, "60%", *map(str, lengths), script="lengths_on_cuda.py")

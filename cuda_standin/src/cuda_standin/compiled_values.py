@@ -66,6 +66,7 @@ def _with_values(code: Any, graph_module: fx.GraphModule) -> Any:
         there = [_moved(value) for value in inputs]
         keep = {i: inputs[i] for i in written}
         given = [weakref.ref(value) for value in inputs if isinstance(value, torch.Tensor)]
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state(), SECOND)  # what Inductor's code is about to draw from
         with torch.no_grad(), torch.cuda.device(SECOND):
             values = eager(*there)
         made = run(inputs)  # empties the list: inputs that nobody holds go, and their memory may be used again

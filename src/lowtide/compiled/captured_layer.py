@@ -42,9 +42,7 @@ from lowtide.errors import UnsupportedModelError
 from lowtide.step.subclasses import is_of_ranks
 
 Compiled = Callable[..., Sequence[Any]]
-_OTHER_ORDER = (
-    "its kernels add up in another order than the plain compiled layer's, which rounding may hide for a while"
-)
+OTHER_ORDER = "its kernels add up in another order than the plain compiled layer's, which rounding may hide for a while"
 
 
 @dataclass
@@ -57,6 +55,7 @@ class Variant:
         memory: Read from its code.
         run: The compiled function; None while only its code has been read.
         kernels: Those of ``run``: ``compile()`` waits for them before it first runs.
+        sources: Code of the forward, and of the backward.
         step_ms: Forward and backward of one layer, measured, perhaps by an earlier run; 0 before.
         error: Standard error of that, as a share of it.
         code_ms: The same by the shapes in its code, on an accelerator; 0 where nobody has read it for that.
@@ -76,11 +75,16 @@ class Variant:
     runs_again: bool = False
     holds_for: tuple[Any, ...] = ()
     kernels: KernelsLater = field(default_factory=KernelsLater)
+    sources: tuple[str, str] = ("", "")
 
     @property
     def is_tried(self) -> bool:
         """It has run, in this run or an earlier one."""
         return self.run is not None or self.step_ms > 0
+
+    def adds_up_as(self, plain: Variant) -> bool:
+        """Once both have run: all sums in their kernels are in the same order."""
+        return add_up_alike(plain.sources, self.sources, plain.kernels.blocks(), self.kernels.blocks())
 
     def take_time_of(self, other: Variant | KnownVariant) -> None:
         """The same code was timed as ``other``."""
@@ -331,10 +335,10 @@ class CapturedLayer:
             saved = SavedSet(None, stored, 0, 0, 0.0)
         run = made.run if kernels else None
         read = self._read(made.lowered)
-        other_order = "" if made.adds_up_alike or not self.roundings else _OTHER_ORDER
+        other_order = "" if made.adds_up_alike or not self.roundings else OTHER_ORDER
         return Variant(
             name, saved, read.memory, run, code_ms=read.forward_ms + read.backward_ms, refused=other_order,
-            holds_for=made.holds_for, kernels=made.kernels,
+            holds_for=made.holds_for, kernels=made.kernels, sources=_sources(made.lowered),
         )  # fmt: skip
 
     def _made(self, names: tuple[str, ...] | None) -> _Made:
@@ -430,7 +434,10 @@ class CapturedLayer:
         saved = SavedSet(None, 0, memory.forward_peak_bytes, memory.backward_peak_bytes, forward_ms)
         again = storing_inputs_only(run, draws=self.device if self.draws else None)
         code_ms = 2 * read.forward_ms + read.backward_ms
-        return Variant(name, saved, memory, again, code_ms=code_ms, runs_again=True, kernels=plain.kernels)
+        return Variant(
+            name, saved, memory, again, code_ms=code_ms, runs_again=True, kernels=plain.kernels,
+            sources=_sources(lowered),
+        )  # fmt: skip
 
     def pytorchs_sets(self) -> list[SavedSet]:
         """What PyTorch saves under each of its memory budgets, the least first, of a layer that has been compiled once;

@@ -146,7 +146,8 @@ class _Block:
 class _StandIn:
     """A tensor of generated code: what it looks like, and the block that it lies in.
 
-    Its methods are those that the code uses to add up partial sums, which a kernel leaves in its workspace.
+    Its methods are those that the code uses to add up partial sums, which a kernel leaves in its workspace, and to copy
+    from another device.
     """
 
     def __init__(self, reader: _Reader, block: _Block, spec: BufferSpec) -> None:
@@ -173,6 +174,10 @@ class _StandIn:
 
     def zero_(self) -> _StandIn:
         """Of a kernel's workspace."""
+        return self
+
+    def copy_(self, source: _StandIn, non_blocking: bool = False) -> _StandIn:
+        _Kernel(self.reader)(self, source)
         return self
 
     def _seen_as(self, view: torch.Tensor) -> _StandIn:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowtide.compiled.captured_layer import CapturedLayer, Compiled, Variant
+from lowtide.compiled.captured_layer import OTHER_ORDER, CapturedLayer, Compiled, Variant
 from lowtide.compiled.samples import copy_of, part_of, random_like
 from lowtide.device import values_off
 from lowtide.device.generators import forked, state_of
@@ -57,6 +57,8 @@ def why_not_equal(
             unknown = [name for name, _ in expected if name not in known]
             if all(reasons) or number + 1 >= max(_num_proofs(captured.roundings), _PROOFS_OF_NAN if unknown else 1):
                 break
+    if captured.roundings and not values_off.are_off:
+        reasons = [r or OTHER_ORDER * (not v.adds_up_as(plain)) for r, v in zip(reasons, variants, strict=True)]
     if unknown:
         reasons = [r or f"{unknown[0]} of the plain compiled layer is no number on any sample" for r in reasons]
     return reasons
