@@ -20,6 +20,7 @@ from lowtide.device.dispatch import NOTHING, UncompiledMode, bytes_of
 from lowtide.device.generators import state_bytes
 from lowtide.device.memory import give_back_peak
 from lowtide.errors import UnsupportedModelError
+from lowtide.gc_control import gc_disabled
 from lowtide.graph.step_graph import Op
 from lowtide.measurement.allocator import measuring
 from lowtide.measurement.op_inputs import describe
@@ -267,7 +268,8 @@ class Recorder(UncompiledMode):
             @contextmanager
             def measured() -> Iterator[None]:
                 nonlocal counter
-                with measuring(self.device) as counter:
+                # What garbage allocates when it goes, or frees, is no part of the kernel.
+                with gc_disabled(), measuring(self.device) as counter:
                     self.profiled |= counter is None and self.device.type == "cpu"
                     yield
 
